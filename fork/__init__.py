@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fork's machinery: from the pinned upstream wheel to a patched vLLM.
+
+pin.py      what UPSTREAM.toml says, checked against the wheel
+fetch.py    a wheel by name, version and hash, through pip, into the user's cache
+tree.py     an upstream tree: a wheel, an unpacked wheel, an installed environment
+edits.py    the verbs: one structural edit of one file, found exactly once
+patch.py    a patch: edits and new modules, and its verdict on a tree
+series.py   the ordered patches: status, apply, revert, verify
+recipe.py   what the fork is made of, as one digest (the runtime key)
+record.py   RECORD, kept right under edits
+transaction.py  many files written as one, or none
+wheel.py    the patched wheel
+history.py  the delta as a git branch, a unified diff, a format-patch series
+geometry.py pages and states that vLLM itself plans, stock and patched
+cli.py      python -m fork
+"""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+"""The checkout: where UPSTREAM.toml, patches/ and vllm/ are."""
+
+
+class ForkError(Exception):
+    """A refusal a user can act on: what was found, what is needed, what to do."""

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ordered series of patches on a tree: status, apply, revert, verify."""
+
+from collections.abc import Sequence
+
+import patches
+from fork import ForkError, recipe, record, transaction
+from fork.edits import State
+from fork.patch import Patch, Standing, Verdict, changes, examine, load
+from fork.pin import Pin
+from fork.tree import FolderTree, Overlay, Tree
+
+
+def members(names: Sequence[str] | None = None) -> list[Patch]:
+    """The series in its order, or those of it that are named.
+
+    Raises:
+        ForkError: a name is not in the series.
+    """
+    unknown = set(names or ()) - set(patches.SERIES)
+    if unknown:
+        raise ForkError(
+            f"not in the series: {', '.join(sorted(unknown))}. Members: {', '.join(patches.SERIES)}"
+        )
+    return [load(name) for name in patches.SERIES if names is None or name in names]
+
+
+def status(tree: Tree, series: Sequence[Patch]) -> dict[str, Standing]:
+    """Each patch's standing on ``tree`` as it is.
+
+    A tree that a killed run left half written is drift throughout.
+    """
+    if isinstance(tree, FolderTree) and transaction.interrupted(tree.root):
+        why = "a killed apply or revert left this tree half written: run either to roll back"
+        return {patch.name: Standing(Verdict.DRIFT, (why,)) for patch in series}
+    ours = recipe.members_of(tree)
+    return {patch.name: examine(patch, tree, patch.name in ours) for patch in series}
+
+
+class Drift(ForkError):
+    """At least one patch does not fit the tree. Nothing was written."""
+
+    def __init__(self, tree: Tree, standings: dict[str, Standing]) -> None:
+        lines = [f"{tree} (vLLM {tree.version}) has drifted; nothing was changed."]
+        for name, standing in standings.items():
+            if standing.verdict is Verdict.DRIFT:
+                lines += [f"  {name}: {reason}" for reason in standing.why]
+        lines.append("Compare with the base that the patch declares (CONTRIBUTING, 'Drift').")
+        super().__init__("\n".join(lines))
+
+
+def plan_apply(tree: Tree, series: Sequence[Patch], pin: Pin) -> dict[str, bytes | None]:
+    """What applying ``series`` writes, recipe included. Nothing is written.
+
+    Patches that are applied, or landed upstream, are left alone.
+
+    Raises:
+        Drift: any patch has drifted.
+    """
+    overlay = Overlay(tree)
+    ours = recipe.members_of(tree)
+    standings = {}
+    for patch in series:
+        standing = standings[patch.name] = examine(patch, overlay, patch.name in ours)
+        if standing.verdict is Verdict.PENDING:
+            overlay.changes |= changes(patch, overlay, State.APPLIED)
+    if any(s.verdict is Verdict.DRIFT for s in standings.values()):
+        raise Drift(tree, standings)
+    listed = {n for n, s in standings.items() if s.verdict is not Verdict.UPSTREAM} | set(ours)
+    overlay.changes[recipe.PATH] = _document(pin, listed, tree)
+    return overlay.changes
+
+
+def plan_revert(tree: Tree, series: Sequence[Patch], pin: Pin) -> dict[str, bytes | None]:
+    """What taking ``series`` out again writes. Nothing is written.
+
+    Raises:
+        Drift: any patch has drifted.
+    """
+    overlay = Overlay(tree)
+    ours = recipe.members_of(tree)
+    standings = {}
+    for patch in reversed(series):
+        standing = standings[patch.name] = examine(patch, overlay, patch.name in ours)
+        if standing.verdict is Verdict.APPLIED:
+            overlay.changes |= changes(patch, overlay, State.PENDING)
+    if any(s.verdict is Verdict.DRIFT for s in standings.values()):
+        raise Drift(tree, standings)
+    left = set(ours) - {patch.name for patch in series}
+    overlay.changes[recipe.PATH] = _document(pin, left, tree) if left else None
+    return overlay.changes
+
+
+def _document(pin: Pin, names: set[str], tree: Tree) -> bytes:
+    built = recipe.build(pin, members(sorted(names)), str(tree.base))
+    return recipe.document(built)
+
+
+def apply(tree: FolderTree, series: Sequence[Patch], pin: Pin) -> list[str]:
+    """Applies ``series`` to a folder, all of it or nothing. Returns the paths written."""
+    return _write(tree, plan_apply, series, pin)
+
+
+def revert(tree: FolderTree, series: Sequence[Patch], pin: Pin) -> list[str]:
+    """Takes ``series`` out of a folder again. Returns the paths written."""
+    return _write(tree, plan_revert, series, pin)
+
+
+def _write(tree: FolderTree, plan, series: Sequence[Patch], pin: Pin) -> list[str]:
+    pin.of(str(tree.base))
+    if tree.version != str(tree.base):
+        raise ForkError(
+            f"{tree} is vLLM {tree.version}, a built wheel of the fork: its version and "
+            f"licence files differ too. Install another wheel instead, for instance vllm=={tree.base}."
+        )
+    transaction.recover(tree.root)
+    written = {p: d for p, d in plan(tree, series, pin).items() if d != tree.read(p)}
+    tree.write(written)
+    return sorted(written)
+
+
+def verify(tree: Tree, series: Sequence[Patch], pin: Pin) -> list[str]:
+    """What is wrong with a tree that should carry the whole series; empty if nothing.
+
+    Every patch applied, the recipe the one of this checkout, RECORD right for every
+    file it gives a hash for, and one version in METADATA, folder name and _version.py.
+    """
+    wrong = []
+    for name, standing in status(tree, series).items():
+        if standing.verdict is not Verdict.APPLIED:
+            wrong.append(f"{name}: {standing.verdict}" + "".join(f"; {w}" for w in standing.why))
+    built = recipe.build(pin, series, str(tree.base))
+    carried = recipe.carried_by(tree)
+    if carried is None:
+        wrong.append(f"{recipe.PATH}: missing or damaged")
+    elif carried["runtime_key"] != recipe.runtime_key(built):
+        wrong.append(
+            f"{recipe.PATH}: runtime key {carried['runtime_key'][:16]}, "
+            f"this checkout makes {recipe.runtime_key(built)[:16]}"
+        )
+    if tree.dist_info is None:
+        return wrong
+    if tree.dist_info != f"vllm-{tree.version}.dist-info":
+        wrong.append(f"{tree.dist_info}: METADATA says version {tree.version}")
+    if f"'{tree.version}'" not in (tree.read("vllm/_version.py") or b"").decode():
+        wrong.append(f"vllm/_version.py: does not say {tree.version}")
+    wrong += check_record(tree)
+    return wrong
+
+
+def check_record(tree: Tree) -> list[str]:
+    """Files that RECORD lists with another hash or size, or that are missing."""
+    listing = tree.read(f"{tree.dist_info}/RECORD")
+    if listing is None:
+        return ["RECORD: missing"]
+    wrong = []
+    for path, digest, size in record.rows(listing):
+        if not digest:
+            continue
+        data = tree.read(path)
+        if data is None:
+            wrong.append(f"{path}: in RECORD, not in the tree")
+        elif digest != record.digest(data) or size != str(len(data)):
+            wrong.append(f"{path}: its hash or size is not the one in RECORD")
+    return wrong

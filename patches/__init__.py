@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The series: in-place edits of upstream files, one module a patch.
+
+Each module's docstring says why, what upstream has about it, when to retire it
+and how to test it. Order matters only to the recipe: patches stand on their own.
+"""
+
+SERIES = (
+    "sm120_swa_page_block_size",
+    "sm120_compressed_page_states",
+    "sm120_page_geometry_check",
+)

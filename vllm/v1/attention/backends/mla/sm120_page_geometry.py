@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The start-up check of DeepSeek-V4.1's page geometry on capability family 120.
+
+``check_planned_pages`` runs while the configuration is validated, on the specs that
+it would plan; ``check_kernel_pages`` runs where kernel block sizes are finally chosen,
+before the KV cache is allocated. Neither runs again after start-up, and both raise:
+``python -O`` does not switch them off.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    CircularBufferSpec,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import AttentionBackend
+
+# States in a page of a compressed cache, and tokens in one of the sliding window: the
+# one size that DeepGEMM and FlashInfer of every base take on SM120 (DeepGEMM's host
+# assert on block_kv; FlashInfer 0.6.18's _DECODE_DSV4_PAGE_BLOCK_SIZE).
+STATES_PER_PAGE = 64
+SWA_PAGE_TOKENS = 64
+
+_ARCHITECTURE = "DeepseekV41ForCausalLM"
+_SM12X_FAMILY = 120
+# Where V4.1's caches get their backends from. Layers of other backends (a foreign
+# draft model's, say) are none of this check's business.
+_BACKEND_MODULES = (
+    "vllm.models.deepseek_v41",
+    "vllm.v1.attention.backends.mla.indexer",
+    "vllm.v1.attention.backends.mla.sparse_swa",
+)
+
+
+class PageGeometryError(RuntimeError):
+    """A KV cache page that no SM12x kernel takes. Not a ValueError: pydantic would
+    bury its message in a dump of the whole configuration."""
+
+
+def applies_to(vllm_config: "VllmConfig") -> bool:
+    """Whether this configuration runs DeepSeek-V4.1 on SM12x."""
+    model_config = getattr(vllm_config, "model_config", None)
+    return (
+        model_config is not None
+        and _ARCHITECTURE in (model_config.architectures or ())
+        and current_platform.is_device_capability_family(_SM12X_FAMILY)
+    )
+
+
+def page_problem(spec: KVCacheSpec) -> str | None:
+    """What is wrong with a page, or None.
+
+    Args:
+        spec: a cache's spec at its kernel block size.
+    """
+    name = type(spec).__name__
+    if isinstance(spec, CircularBufferSpec):
+        return None  # the compressor's ring: Triton kernels of any size
+    if isinstance(spec, SlidingWindowMLASpec):
+        if spec.block_size == SWA_PAGE_TOKENS:
+            return None
+        return (
+            f"{name}: found {spec.block_size} tokens a page, need {SWA_PAGE_TOKENS}; "
+            "apply the fork's patch sm120_swa_page_block_size"
+        )
+    if isinstance(spec, MLAAttentionSpec):
+        if spec.num_states == STATES_PER_PAGE:
+            return None
+        return (
+            f"{name}, {spec.tokens_per_state} token(s) a state, kernel block "
+            f"{spec.block_size}: found {spec.num_states} states a page, need "
+            f"{STATES_PER_PAGE}; apply the fork's patch sm120_compressed_page_states"
+        )
+    return f"{name}: a kind of cache this check does not know, so it cannot vouch for it"
+
+
+def _refuse(problems: Iterable[tuple[str, str]], when: str) -> None:
+    lines = [f"  {layers}: {problem}" for layers, problem in problems]
+    if lines:
+        raise PageGeometryError(
+            f"DeepSeek-V4.1 on SM12x: KV cache pages that no kernel takes, {when}.\n"
+            + "\n".join(lines)
+            + "\nInstall the fork's wheel (python -m fork verify shows what is missing)."
+        )
+
+
+def check_planned_pages(vllm_config: "VllmConfig") -> None:
+    """Checks the specs that this configuration would plan. No weight is read yet.
+
+    Raises:
+        PageGeometryError: a page that no SM12x kernel takes.
+    """
+    if not applies_to(vllm_config):
+        return
+    # Imports the model's modules, so only now.
+    from vllm.models.deepseek_v41.nvidia.sm120_planned_caches import planned_caches
+
+    problems: dict[str, list[str]] = {}
+    for cache in planned_caches(vllm_config):
+        if problem := page_problem(cache.kernel_spec):
+            problems.setdefault(problem, []).append(cache.name)
+    _refuse(
+        ((_shortened(names), problem) for problem, names in problems.items()),
+        "planned by these arguments",
+    )
+
+
+def check_kernel_pages(
+    vllm_config: "VllmConfig",
+    backend: "type[AttentionBackend]",
+    layer_names: list[str],
+    kernel_spec: KVCacheSpec,
+) -> None:
+    """Checks the pages that one attention group's kernels will get.
+
+    Args:
+        vllm_config: the runner's configuration.
+        backend: the group's backend.
+        layer_names: the group's layers.
+        kernel_spec: the group's spec at the kernel block size that was chosen.
+
+    Raises:
+        PageGeometryError: a page that no SM12x kernel takes.
+    """
+    if not applies_to(vllm_config) or not isinstance(kernel_spec, AttentionSpec):
+        return
+    if not backend.__module__.startswith(_BACKEND_MODULES):
+        return
+    if problem := page_problem(kernel_spec):
+        _refuse([(_shortened(layer_names), problem)], "chosen for the KV cache")
+
+
+def _shortened(names: list[str]) -> str:
+    if len(names) <= 4:
+        return ", ".join(names)
+    return f"{names[0]}, {names[1]}, … {names[-1]} ({len(names)} caches)"
