@@ -111,7 +111,7 @@ def _write(tree: FolderTree, plan, series: Sequence[Patch], pin: Pin) -> list[st
     if tree.version != str(tree.base):
         raise ForkError(
             f"{tree} is vLLM {tree.version}, a built wheel of the fork: its version and "
-            f"licence files differ too. Install another wheel instead, for instance vllm=={tree.base}."
+            f"licence files differ too. Install another wheel instead: vllm=={tree.base}."
         )
     transaction.recover(tree.root)
     written = {p: d for p, d in plan(tree, series, pin).items() if d != tree.read(p)}

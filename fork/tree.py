@@ -41,9 +41,9 @@ class Tree:
         Raises:
             ForkError: neither says one.
         """
-        if self.dist_info and (data := self.read(f"{self.dist_info}/METADATA")):
-            if found := message_from_bytes(data)["Version"]:
-                return found
+        metadata = self.read(f"{self.dist_info}/METADATA") if self.dist_info else None
+        if metadata and (found := message_from_bytes(metadata)["Version"]):
+            return found
         text = (self.read(_VERSION_FILE) or b"").decode("utf-8", "replace")
         if found := re.search(r"^__version__ = .*'([^']+)'", text, re.MULTILINE):
             return found.group(1)

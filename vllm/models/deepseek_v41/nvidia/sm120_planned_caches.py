@@ -198,7 +198,10 @@ def swa_block_size(attn_cls: Any) -> int:
     """
     source = textwrap.dedent(inspect.getsource(v41.DeepseekV4Attention.__init__))
     for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.Call) or ast.unparse(node.func) != "DeepseekV4SWACache":
+        if (
+            not isinstance(node, ast.Call)
+            or ast.unparse(node.func) != "DeepseekV4SWACache"
+        ):
             continue
         for keyword in node.keywords:
             value = keyword.value

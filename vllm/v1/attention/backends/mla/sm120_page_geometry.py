@@ -79,7 +79,9 @@ def page_problem(spec: KVCacheSpec) -> str | None:
             f"{spec.block_size}: found {spec.num_states} states a page, need "
             f"{STATES_PER_PAGE}; apply the fork's patch sm120_compressed_page_states"
         )
-    return f"{name}: a kind of cache this check does not know, so it cannot vouch for it"
+    return (
+        f"{name}: a kind of cache this check does not know, so it cannot vouch for it"
+    )
 
 
 def _refuse(problems: Iterable[tuple[str, str]], when: str) -> None:
