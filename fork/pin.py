@@ -18,7 +18,8 @@ from fork import ROOT, ForkError
 PLATFORMS = ("x86_64", "aarch64")
 """Machine names as in wheel file names; upstream publishes CUDA wheels for both."""
 
-_DEEP_GEMM = "vllm/third_party/deep_gemm/__init__.py"
+DEEP_GEMM_INIT = "vllm/third_party/deep_gemm/__init__.py"
+"""The wheel member whose ``__version__`` names the vendored DeepGEMM."""
 
 
 class _Strict(BaseModel):
@@ -130,8 +131,3 @@ def check_against_wheel(pin: BasePin, metadata: bytes, deep_gemm_init: bytes) ->
     ]
     if wrong:
         raise ForkError("the pin disagrees with the wheel. " + "; ".join(wrong))
-
-
-def deep_gemm_member() -> str:
-    """The wheel member whose ``__version__`` names the vendored DeepGEMM."""
-    return _DEEP_GEMM

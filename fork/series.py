@@ -49,51 +49,83 @@ class Drift(ForkError):
         super().__init__("\n".join(lines))
 
 
-def plan_apply(tree: Tree, series: Sequence[Patch], pin: Pin) -> dict[str, bytes | None]:
+Changes = dict[str, bytes | None]
+"""What a step writes: path to new bytes, or to None where the file goes."""
+
+
+def steps(
+    tree: Tree, series: Sequence[Patch], to: State = State.APPLIED
+) -> tuple[list[tuple[Patch, Changes]], dict[str, Standing]]:
+    """Each patch that is to be written and its changes, on top of those before it.
+
+    Args:
+        to: APPLIED takes the pending patches in order, PENDING the applied ones back
+            to front.
+
+    Returns:
+        The steps, and every patch's standing before its step.
+
+    Raises:
+        Drift: any patch has drifted, or a killed run left the tree half written.
+    """
+    if isinstance(tree, FolderTree) and transaction.interrupted(tree.root):
+        raise Drift(tree, status(tree, series))
+    applies = to is State.APPLIED
+    overlay = Overlay(tree)
+    ours = recipe.members_of(tree)
+    standings: dict[str, Standing] = {}
+    found = []
+    for patch in series if applies else reversed(series):
+        standing = standings[patch.name] = examine(patch, overlay, patch.name in ours)
+        if standing.verdict is (Verdict.PENDING if applies else Verdict.APPLIED):
+            found.append((patch, changes(patch, overlay, to)))
+            overlay.changes |= found[-1][1]
+    if any(s.verdict is Verdict.DRIFT for s in standings.values()):
+        raise Drift(tree, standings)
+    return found, standings
+
+
+def plan_apply(tree: Tree, series: Sequence[Patch], pin: Pin) -> Changes:
     """What applying ``series`` writes, recipe included. Nothing is written.
 
     Patches that are applied, or landed upstream, are left alone.
 
     Raises:
-        Drift: any patch has drifted.
+        Drift: see ``steps``.
     """
-    overlay = Overlay(tree)
-    ours = recipe.members_of(tree)
-    standings = {}
-    for patch in series:
-        standing = standings[patch.name] = examine(patch, overlay, patch.name in ours)
-        if standing.verdict is Verdict.PENDING:
-            overlay.changes |= changes(patch, overlay, State.APPLIED)
-    if any(s.verdict is Verdict.DRIFT for s in standings.values()):
-        raise Drift(tree, standings)
-    listed = {n for n, s in standings.items() if s.verdict is not Verdict.UPSTREAM} | set(ours)
-    overlay.changes[recipe.PATH] = _document(pin, listed, tree)
-    return overlay.changes
+    found, standings = steps(tree, series)
+    landed = {n for n, s in standings.items() if s.verdict is Verdict.UPSTREAM}
+    listed = _ordered([p for p in series if p.name not in landed], recipe.members_of(tree))
+    return _merged(found) | {recipe.PATH: _document(pin, listed, tree)}
 
 
-def plan_revert(tree: Tree, series: Sequence[Patch], pin: Pin) -> dict[str, bytes | None]:
+def plan_revert(tree: Tree, series: Sequence[Patch], pin: Pin) -> Changes:
     """What taking ``series`` out again writes. Nothing is written.
 
     Raises:
-        Drift: any patch has drifted.
+        Drift: see ``steps``.
     """
-    overlay = Overlay(tree)
-    ours = recipe.members_of(tree)
-    standings = {}
-    for patch in reversed(series):
-        standing = standings[patch.name] = examine(patch, overlay, patch.name in ours)
-        if standing.verdict is Verdict.APPLIED:
-            overlay.changes |= changes(patch, overlay, State.PENDING)
-    if any(s.verdict is Verdict.DRIFT for s in standings.values()):
-        raise Drift(tree, standings)
-    left = set(ours) - {patch.name for patch in series}
-    overlay.changes[recipe.PATH] = _document(pin, left, tree) if left else None
-    return overlay.changes
+    found, _ = steps(tree, series, State.PENDING)
+    gone = {patch.name for patch in series}
+    left = _ordered([], [n for n in recipe.members_of(tree) if n not in gone])
+    return _merged(found) | {recipe.PATH: _document(pin, left, tree) if left else None}
 
 
-def _document(pin: Pin, names: set[str], tree: Tree) -> bytes:
-    built = recipe.build(pin, members(sorted(names)), str(tree.base))
-    return recipe.document(built)
+def _merged(found: list[tuple[Patch, Changes]]) -> Changes:
+    return {path: data for _, written in found for path, data in written.items()}
+
+
+def _ordered(given: Sequence[Patch], named: Sequence[str]) -> list[Patch]:
+    """``given`` and the members named, in the series' order; others come before it."""
+    known = {p.name: p for p in given} | {
+        name: load(name) for name in named if name not in {p.name for p in given}
+    }
+    place = {name: n for n, name in enumerate(patches.SERIES)}
+    return sorted(known.values(), key=lambda p: place.get(p.name, -1))
+
+
+def _document(pin: Pin, listed: Sequence[Patch], tree: Tree) -> bytes:
+    return recipe.document(recipe.build(pin, listed, str(tree.base)))
 
 
 def apply(tree: FolderTree, series: Sequence[Patch], pin: Pin) -> list[str]:

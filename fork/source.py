@@ -32,9 +32,12 @@ class Source:
         return wrapper.resolve(ByteSpanPositionProvider)
 
     def span(self, node: cst.CSTNode) -> tuple[int, int]:
-        """The node's first byte and the byte after its last, without white space around."""
-        found = self._spans[node]
-        return found.start, found.start + found.length
+        """The node's first byte and the byte after its last, without white space around,
+        with its own parentheses."""
+        first = last = self._spans[node]
+        if isinstance(node, cst.BaseExpression) and node.lpar:
+            first, last = self._spans[node.lpar[0]], self._spans[node.rpar[-1]]
+        return first.start, last.start + last.length
 
     def text_of(self, node: cst.CSTNode) -> str:
         start, end = self.span(node)

@@ -113,9 +113,7 @@ def _as_planned(vllm_config: "VllmConfig", attn_cls: Any) -> Any:
     the user did.
     """
     cache_config = copy.copy(vllm_config.cache_config)
-    v41._resolve_dsv4_kv_cache_dtype(
-        attn_cls.use_fp8_ds_mla_layout, cache_config.cache_dtype, cache_config
-    )
+    cache_config.cache_dtype = resolved_cache_dtype(vllm_config)
     if not cache_config.user_specified_block_size:
         backends = [
             attn_cls.backend_cls,
@@ -123,7 +121,7 @@ def _as_planned(vllm_config: "VllmConfig", attn_cls: Any) -> Any:
             v41.DeepseekV41IndexerBackend,
         ]
         default = type(cache_config).DEFAULT_BLOCK_SIZE
-        if hasattr(current_platform, "_preferred_block_size_for_backends"):  # 0.31 on
+        if hasattr(type(current_platform), "_preferred_block_size_for_backends"):
             block_size = current_platform._preferred_block_size_for_backends(
                 backends, default, vllm_config
             )
@@ -133,6 +131,21 @@ def _as_planned(vllm_config: "VllmConfig", attn_cls: Any) -> Any:
     config = copy.copy(vllm_config)
     config.cache_config = cache_config
     return config
+
+
+def resolved_cache_dtype(vllm_config: "VllmConfig") -> str:
+    """The KV record that attention layers resolve ``--kv-cache-dtype`` to.
+
+    Raises:
+        ValueError: the attention class cannot store that dtype.
+    """
+    attn_cls = _select_dsv4_attn_cls(vllm_config)
+    requested = vllm_config.cache_config.cache_dtype
+    if requested.endswith("_ds_mla") and attn_cls.use_fp8_ds_mla_layout:
+        return requested
+    return v41._resolve_dsv4_kv_cache_dtype(
+        attn_cls.use_fp8_ds_mla_layout, requested, None
+    )[0]
 
 
 def _compressed(
@@ -213,8 +226,8 @@ def swa_block_size(attn_cls: Any) -> int:
                 return int(getattr(attn_cls, value.attr))
     raise RuntimeError(
         "the sliding-window page of DeepseekV4Attention cannot be read: its __init__ "
-        "calls DeepseekV4SWACache in a way this check does not know. Use a vLLM release "
-        "that the fork serves."
+        "calls DeepseekV4SWACache in a way this check does not know. Use a vLLM "
+        "release that the fork serves."
     )
 
 

@@ -90,7 +90,7 @@ def _refuse(problems: Iterable[tuple[str, str]], when: str) -> None:
         raise PageGeometryError(
             f"DeepSeek-V4.1 on SM12x: KV cache pages that no kernel takes, {when}.\n"
             + "\n".join(lines)
-            + "\nInstall the fork's wheel (python -m fork verify shows what is missing)."
+            + "\nInstall the fork's wheel (`python -m fork verify` says what lacks)"
         )
 
 

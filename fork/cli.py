@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line. Exit codes: 0 done and right, 1 something is wrong, 2 bad arguments."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.table import Table
+
+import patches
+from fork import ForkError, fetch, pin, recipe, series, wheel
+from fork.patch import Standing, Verdict
+from fork.tree import FolderTree, Tree, WheelTree, open_tree
+
+app = typer.Typer(
+    name="fork",
+    help="vLLM for DeepSeek-V4.1 on SM12x: edits the pinned upstream wheel, and shows what "
+    "that changes. Upstream's wheel is fetched by name, version and hash into the cache "
+    "($SM120_FORK_CACHE, else the user's cache folder).",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+out = Console()
+err = Console(stderr=True)
+
+Base = Annotated[str | None, typer.Option(help="Upstream release; the pin's default if not given.")]
+Where = Annotated[
+    Path, typer.Argument(help="An unpacked wheel, a virtual environment, or a source checkout.")
+]
+Members = Annotated[
+    str | None, typer.Option(help="Comma-separated members of the series; all if not given.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+_COLOURS = {
+    Verdict.PENDING: "yellow",
+    Verdict.APPLIED: "green",
+    Verdict.UPSTREAM: "cyan",
+    Verdict.DRIFT: "red",
+}
+
+
+def _chosen(members: str | None):
+    return series.members([m.strip() for m in members.split(",")] if members else None)
+
+
+def _folder(path: Path) -> FolderTree:
+    tree = open_tree(path)
+    if isinstance(tree, WheelTree):
+        raise ForkError(f"{path} is a wheel: unpack or install it first, or use `fork wheel`.")
+    return tree
+
+
+def _upstream(base: str | None) -> WheelTree:
+    return WheelTree(fetch.upstream_wheel(pin.load(), base))
+
+
+def _tree(path: Path | None, base: str | None) -> Tree:
+    if path is not None and base is not None:
+        raise ForkError("give a PATH or --base, not both")
+    return open_tree(path) if path else _upstream(base)
+
+
+def _table(tree: Tree, standings: dict[str, Standing]) -> None:
+    table = Table(title=f"{tree} (vLLM {tree.version})", title_justify="left")
+    table.add_column("patch")
+    table.add_column("verdict")
+    table.add_column("why", overflow="fold")
+    for name, standing in standings.items():
+        colour = _COLOURS[standing.verdict]
+        table.add_row(name, f"[{colour}]{standing.verdict}[/]", "\n".join(standing.why))
+    out.print(table)
+
+
+@app.command()
+def status(
+    path: Annotated[
+        Path | None, typer.Argument(help="A wheel, folder or environment to look at.")
+    ] = None,
+    base: Base = None,
+    members: Members = None,
+    as_json: Json = False,
+) -> None:
+    """Where each patch stands: pending, applied, upstream or drift (exit 1)."""
+    tree = _tree(path, base)
+    standings = series.status(tree, _chosen(members))
+    if as_json:
+        rows = {n: {"verdict": s.verdict, "why": s.why} for n, s in standings.items()}
+        print(json.dumps({"tree": str(tree), "version": tree.version, "patches": rows}))
+    else:
+        _table(tree, standings)
+    if any(s.verdict is Verdict.DRIFT for s in standings.values()):
+        raise typer.Exit(1)
+
+
+@app.command()
+def apply(path: Where, members: Members = None) -> None:
+    """Edit an unpacked or installed vLLM in place: every patch, or nothing.
+
+    RECORD is kept right, so the installer's own check and uninstall still work.
+    """
+    _say_written(series.apply(_folder(path), _chosen(members), pin.load()), "applied")
+
+
+@app.command()
+def revert(path: Where, members: Members = None) -> None:
+    """Undo apply: the pristine bytes again."""
+    _say_written(series.revert(_folder(path), _chosen(members), pin.load()), "reverted")
+
+
+def _say_written(written: list[str], done: str) -> None:
+    for name in written:
+        print(name)
+    err.print(f"{done}: {len(written)} files" if written else "nothing to do")
+
+
+@app.command()
+def verify(
+    path: Annotated[Path, typer.Argument(help="A built wheel, or a patched tree.")],
+) -> None:
+    """Check a patched wheel or tree: every patch applied, the recipe this checkout's,
+    RECORD and version right. Exit 1 and one line a fault otherwise."""
+    tree = open_tree(path)
+    wrong = series.verify(tree, series.members(), pin.load())
+    for line in wrong:
+        print(line)
+    if wrong:
+        raise typer.Exit(1)
+    err.print(f"[green]verified[/] {tree}: vLLM {tree.version}")
+
+
+@app.command()
+def diff(base: Base = None, members: Members = None) -> None:
+    """Print the delta as one unified diff (for git apply or patch -p1)."""
+    from fork import history
+
+    text = history.diff(_upstream(base), _chosen(members))
+    sys.stdout.buffer.write(text.encode("utf-8"))
+
+
+@app.command()
+def branch(
+    folder: Annotated[Path, typer.Argument(help="A folder to make; must be empty or absent.")],
+    base: Base = None,
+    members: Members = None,
+) -> None:
+    """Make a git repository: one commit of upstream, then one a patch."""
+    from fork import history
+
+    for commit in history.branch(_upstream(base), _chosen(members), folder):
+        print(commit)
+
+
+@app.command()
+def export(
+    folder: Annotated[Path, typer.Argument(help="Where the .patch files go.")],
+    base: Base = None,
+    members: Members = None,
+) -> None:
+    """Write a format-patch series: why, upstream reference and test command in each.
+
+    Apply it with `git am --keep-non-patch` to upstream's own tree.
+    """
+    from fork import history
+
+    for path in history.export(_upstream(base), _chosen(members), folder):
+        print(path)
+
+
+@app.command("wheel")
+def wheel_command(
+    base: Base = None,
+    platform: Annotated[
+        str | None, typer.Option(help="x86_64, aarch64 or all; this machine's if not given.")
+    ] = None,
+    out_dir: Annotated[Path, typer.Option("--out", help="Where the wheel goes.")] = Path("dist"),
+) -> None:
+    """Build the patched wheel, vllm-<base>+sm120.<n>, and print its path."""
+    targets = list(pin.PLATFORMS) if platform == "all" else [platform]
+    for target in targets:
+        source = fetch.upstream_wheel(pin.load(), base, target)
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+        with Progress(*columns, console=err, transient=True) as progress:
+            task = progress.add_task(f"packing {source.name}", total=source.stat().st_size)
+            path = wheel.build(
+                pin.load(),
+                series.members(),
+                out_dir,
+                base,
+                target,
+                lambda count, task=task, bar=progress: bar.advance(task, count),
+            )
+        print(path)
+
+
+@app.command("recipe")
+def recipe_command(base: Base = None, members: Members = None, as_json: Json = False) -> None:
+    """Print what the fork is made of, and its runtime key."""
+    built = recipe.build(pin.load(), _chosen(members), base)
+    if as_json:
+        sys.stdout.buffer.write(recipe.document(built))
+        return
+    table = Table(title=f"runtime key {recipe.runtime_key(built)}", title_justify="left")
+    table.add_column("part")
+    table.add_column("pin", overflow="fold")
+    table.add_row("base", f"vLLM {built['base']['version']}, fork release {built['release']}")
+    for name in ("flashinfer", "torch", "transformers", "deep_gemm"):
+        table.add_row(name, built["base"][name])
+    for member in built["members"]:
+        table.add_row(member["name"], member["sha256"])
+    out.print(table)
+
+
+@app.command()
+def geometry(
+    base: Base = None,
+    block_size: Annotated[
+        int | None, typer.Option(help="As --block-size of vllm serve would be.")
+    ] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write the result here; '-' is standard output.")
+    ] = None,
+) -> None:
+    """Show pages and states that vLLM itself plans, stock and patched, on this CPU.
+
+    Exit 1 where a patched page is one that no SM12x kernel takes, or vLLM refuses to plan.
+    """
+    from fork import geometry as module
+    from fork.geometry_table import show
+
+    with err.status("starting") as spinner:
+        result = module.measure(
+            pin.load(),
+            series.members(),
+            base,
+            module.default_argv(block_size),
+            say=spinner.update,
+        )
+    if json_path is not None:
+        text = json.dumps(result, indent=1) + "\n"
+        if str(json_path) == "-":
+            print(text, end="")
+        else:
+            _write_beside(json_path, text)
+    if str(json_path) != "-":
+        show(result, out)
+    patched = result["trees"]["patched"]
+    if "error" in patched or not all(row["legal"] for row in patched["specs"]):
+        raise typer.Exit(1)
+
+
+def _write_beside(path: Path, text: str) -> None:
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(text)
+    os.replace(beside, path)
+
+
+@app.command("patches")
+def patches_command() -> None:
+    """List the series: each patch, why, and when to retire it."""
+    for name in patches.SERIES:
+        patch = series.load(name)
+        out.print(f"[bold]{name}[/]\n  {patch.title}\n  [dim]Retire:[/] {patch.retire}\n")
+
+
+def main() -> None:
+    """Runs the command; a refusal is one message and exit 1, not a traceback."""
+    try:
+        app()
+    except ForkError as error:
+        err.print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
+        sys.exit(1)
+    except OSError as error:
+        err.print(f"[red]error:[/] {error.strerror}: {error.filename}", soft_wrap=True)
+        sys.exit(1)
