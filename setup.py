@@ -32,9 +32,8 @@ class PatchedMetadata(dist_info):
     """The metadata of that wheel: dependencies are upstream's."""
 
     def run(self) -> None:
-        folder = Path(self.output_dir) / f"vllm-{PIN.fork_version()}.dist-info"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "METADATA").write_bytes(wheel.metadata(PIN))
+        super().run()  # makes the folders that setuptools looks for
+        (Path(self.dist_info_dir) / "METADATA").write_bytes(wheel.metadata(PIN))
 
 
 class NoEditable(Command):

@@ -14,6 +14,7 @@ import copy
 import importlib
 import inspect
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -104,22 +105,27 @@ class Plan:
         class StandIn(AttentionLayerBase):
             """A layer that answers what the planner asks."""
 
-            def __init__(self, cache: Any, plan: "Plan") -> None:
-                self.cache, self.plan = cache, plan
+            def __init__(self, name: str, backend: Any, plan: "Plan") -> None:
+                self.name, self.backend, self.plan = name, backend, plan
 
             def get_attn_backend(self):
-                return self.cache.backend
+                return self.backend
 
             def get_kv_cache_spec(self, vllm_config):
-                return self.plan.caches[self.cache.name].spec
+                cache = self.plan.caches.get(self.name)
+                return cache and cache.spec
 
             def bind_kv_cache(self, kv_cache) -> None:
                 pass
 
         context = self.config.compilation_config.static_forward_context
         context.clear()
+        main = next(c.backend for c in self.caches.values() if c.kind == "main")
         for cache in self.caches.values():
-            context[cache.name] = StandIn(cache, self)
+            # Every attention layer is there, with or without a compressed cache of its own.
+            name = f"layers.{cache.layer}.attn"
+            context.setdefault(name, StandIn(name, main, self))
+            context[cache.name] = StandIn(cache.name, cache.backend, self)
             if cache.kind == "main" and cache.tokens_per_state > 1:
                 with set_current_vllm_config(self.config):
                     CompressorStateCache(
@@ -130,9 +136,15 @@ class Plan:
         # The platform picks the block size once layers exist, as in a worker.
         from vllm.platforms import current_platform
 
+        predicted = module.manager_block_size(self.config)
         self.config.cache_config.cache_dtype = module.resolved_cache_dtype(self.config)
         current_platform.update_block_size_for_backend(self.config)
-        self.caches = {c.name: c for c in module.planned_caches(self.config)}
+        chosen = self.config.cache_config.block_size
+        if chosen != predicted:
+            raise RuntimeError(
+                f"the start-up check plans with a block size of {predicted}, "
+                f"the platform chose {chosen}"
+            )
 
     def _plan(self) -> None:
         import torch
@@ -249,18 +261,9 @@ class Plan:
             request.num_computed_tokens = computed
 
     def prefix_hit_tokens(self) -> int:
-        """The shortest shared prefix that hits, in steps of 16 tokens."""
-        prompt = list(range(2048))
-        manager, request = self.manager(4096)
-        first = request(prompt, "first")
-        self.prefill(manager, first)
-        manager.free(first)
-        for shared in range(16, len(prompt), 16):
-            other = prompt[:shared] + [-token - 1 for token in range(512)]
-            hit = manager.get_computed_blocks(request(other, f"shared-{shared}"))[1]
-            if hit:
-                return int(hit)
-        return 0
+        """The step in which prefix hits grow: the greatest common divisor of the hits of
+        prompts that extend cached ones of many lengths."""
+        return math.gcd(*(self.hit(cached, cached + 8) for cached in range(150, 1400, 50)))
 
     def hit(self, cached: int, prompt: int) -> int:
         """Tokens that hit when a prompt extends one of ``cached`` tokens to ``prompt``."""

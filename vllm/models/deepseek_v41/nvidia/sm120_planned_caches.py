@@ -73,7 +73,7 @@ def planned_caches(vllm_config: "VllmConfig") -> list[PlannedCache]:
     """
     hf_config = vllm_config.model_config.hf_config
     attn_cls = _select_dsv4_attn_cls(vllm_config)
-    config = _as_planned(vllm_config, attn_cls)
+    config = _as_planned(vllm_config)
     drafts = _draft_layers(vllm_config)
     ratios = list(hf_config.compress_ratios)[: hf_config.num_hidden_layers]
     sources = set(hf_config.kv_source_layer_ids or ())
@@ -105,32 +105,40 @@ def _planned(name: str, layer: int, kind: str, backend: Any, spec: Any) -> Plann
     return PlannedCache(name, layer, kind, ratio, backend, spec, kernel_spec)
 
 
-def _as_planned(vllm_config: "VllmConfig", attn_cls: Any) -> Any:
+def _as_planned(vllm_config: "VllmConfig") -> Any:
     """The configuration as the worker has it when it asks for specs, on a copy.
 
     A layer resolves ``--kv-cache-dtype`` when it is built and writes the record's name
-    back to the cache configuration; the platform then chooses the block size, unless
-    the user did.
+    back to the cache configuration; the platform then chooses the block size.
     """
     cache_config = copy.copy(vllm_config.cache_config)
     cache_config.cache_dtype = resolved_cache_dtype(vllm_config)
-    if not cache_config.user_specified_block_size:
-        backends = [
-            attn_cls.backend_cls,
-            attn_cls.swa_backend_cls or DeepseekSparseSWABackend,
-            v41.DeepseekV41IndexerBackend,
-        ]
-        default = type(cache_config).DEFAULT_BLOCK_SIZE
-        if hasattr(type(current_platform), "_preferred_block_size_for_backends"):
-            block_size = current_platform._preferred_block_size_for_backends(
-                backends, default, vllm_config
-            )
-        else:
-            block_size = backends[0].get_preferred_block_size(default)
-        cache_config.block_size = block_size
+    cache_config.block_size = manager_block_size(vllm_config)
     config = copy.copy(vllm_config)
     config.cache_config = cache_config
     return config
+
+
+def manager_block_size(vllm_config: "VllmConfig") -> int:
+    """``--block-size``, or where the user gave none, what the platform will choose once
+    the layers are built."""
+    cache_config = vllm_config.cache_config
+    if cache_config.user_specified_block_size:
+        return cache_config.block_size
+    attn_cls = _select_dsv4_attn_cls(vllm_config)
+    backends = [
+        attn_cls.backend_cls,
+        attn_cls.swa_backend_cls or DeepseekSparseSWABackend,
+        v41.DeepseekV41IndexerBackend,
+    ]
+    default = type(cache_config).DEFAULT_BLOCK_SIZE
+    # From 0.31 on a size that every backend takes. The base Platform answers None for
+    # a name it lacks, so the class is asked.
+    if hasattr(type(current_platform), "_preferred_block_size_for_backends"):
+        return current_platform._preferred_block_size_for_backends(
+            backends, default, vllm_config
+        )
+    return backends[0].get_preferred_block_size(default)
 
 
 def resolved_cache_dtype(vllm_config: "VllmConfig") -> str:
