@@ -100,7 +100,7 @@ class Edit(ABC):
     def describe(self) -> str:
         """The edit in one line, for people."""
         where = f"{self.file}, {self.scope}" if self.scope else self.file
-        return f"{where}: {self._what()}"
+        return " ".join(f"{where}: {self._what()}".split())
 
     @abstractmethod
     def _what(self) -> str: ...
@@ -281,7 +281,7 @@ class _Insert(Edit):
         statements = [n for n in own_nodes(scope) if self.anchor.matches(n)]
         statement = _only(statements, str(self.anchor))
         indent = source.indent_of(statement)
-        if indent.strip():
+        if indent.strip() or _shares_line(statement):
             raise _Drift(f"the {self.anchor} shares its line with another statement")
         return self._at(source, scope, statement, indent)
 
@@ -319,7 +319,13 @@ class _Insert(Edit):
         if isinstance(scope, Definition):
             start, end = source.span(scope)
         lines = source.data[start:end].decode("utf-8").splitlines()
-        return sum(line.strip() == self._first_line() for line in lines)
+        first = self._first_line()
+        with_comment = (f"{first} #", f"{first}  #")
+        return sum(x.strip() == first or x.strip().startswith(with_comment) for x in lines)
+
+
+def _shares_line(statement: cst.CSTNode) -> bool:
+    return isinstance(statement, cst.SimpleStatementLine) and len(statement.body) > 1
 
 
 def _dedented(code: str) -> str:
@@ -344,7 +350,14 @@ class InsertBefore(_Insert):
         return f"before the {self.anchor}, add {self._first_line()!r}"
 
     def _place(self, source: Source, statement: cst.CSTNode) -> int:
-        return source.line_start(statement)
+        first = statement
+        if isinstance(statement, Definition) and statement.decorators:
+            first = statement.decorators[0]
+        for line in reversed(statement.leading_lines):
+            if line.comment is None:
+                break
+            first = line.comment
+        return source.line_start(first)
 
 
 @dataclass(frozen=True)
@@ -362,6 +375,9 @@ class AddImport(Edit):
 
     def _find(self, source: Source, scope: cst.CSTNode) -> Found:
         insert = InsertAfter(self.file, self.scope, Imports(self.after), self.code)
+        anchors = [n for n in own_nodes(scope) if insert.anchor.matches(n)]
+        if any(source.indent_of(n) for n in anchors):  # under TYPE_CHECKING, say
+            raise _Drift(f"the {insert.anchor} is inside a block")
         found = insert._find(source, scope)
         if found.state is State.PENDING:
             wanted = _imported(cst.parse_module(_dedented(self.code)))
@@ -451,6 +467,8 @@ class ReplaceMethod(Edit):
             text = source.newline.encode() + text
         text = source.newline.encode() + text
         place = source.after_line(old)
+        if place == len(source.data) and not source.data.endswith(b"\n"):
+            raise _Drift(f"{self.scope} ends the file without a new line")
         start, end = source.span(old.name)
         present = source.data[place : place + len(text)] == text
         if bool(kept) != present or len(list(definitions(body, name))) != 1:
@@ -463,19 +481,27 @@ class ReplaceMethod(Edit):
 
 
 def body_digest(source: Source, function: Definition, name: str) -> str:
-    """16 hex digits over a definition's code: its lines without comments, blank
-    lines and indentation, under the name ``name``."""
+    """16 hex digits over a definition's code, without comments, blank lines and white
+    space at the ends of lines, under the name ``name``."""
     bare = function.with_changes(name=cst.Name(name), leading_lines=()).visit(_Bare())
-    lines = cst.Module(body=[bare]).code.splitlines()
-    text = "\n".join(line.strip() for line in lines if line.strip())
+    text = cst.Module(body=[bare]).code
     return hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
 
 
 class _Bare(cst.CSTTransformer):
-    """Removes comments."""
+    """Removes comments, blank lines and white space at the ends of lines."""
 
     def leave_Comment(self, original_node, updated_node):
         return cst.RemoveFromParent()
+
+    def leave_EmptyLine(self, original_node, updated_node):
+        return cst.RemoveFromParent()
+
+    def leave_TrailingWhitespace(self, original_node, updated_node):
+        return cst.TrailingWhitespace()
+
+    def leave_Newline(self, original_node, updated_node):
+        return cst.Newline()
 
 
 def splice(data: bytes, splices: list[Splice]) -> bytes:

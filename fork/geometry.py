@@ -67,13 +67,12 @@ def measure(
         "patched": patched_tree(wheel, members, the_pin),
     }
     argv = list(argv) if argv is not None else default_argv()
-    request = {"argv": argv, "capability": list(capability)}
     say(f"planning on stock and patched vLLM {version}, on this CPU")
     with ThreadPoolExecutor() as pool:
         taken = pool.submit(_flashinfer_rules, base_pin)
-        plans = {n: pool.submit(_plan, folder, request) for n, folder in folders.items()}
+        plans = {n: pool.submit(plan, f, [argv], capability) for n, f in folders.items()}
         page_rules = taken.result() | {"indexer": rules.deep_gemm(wheel)}
-        trees = {name: _judged(plan.result(), page_rules) for name, plan in plans.items()}
+        trees = {name: _judged(found.result()[0], page_rules) for name, found in plans.items()}
     return {
         "schema": SCHEMA,
         "base": version,
@@ -167,16 +166,23 @@ def _child(command: list[str], path: Sequence[Path], **kwargs: Any) -> subproces
         raise ForkError(f"{' '.join(command)} did not end in {_TIMEOUT_S} s") from None
 
 
-def _plan(tree: Path, request: dict[str, Any]) -> dict[str, Any]:
+def plan(
+    tree: Path, argvs: Sequence[Sequence[str]], capability: tuple[int, int] = (12, 0)
+) -> list[dict[str, Any]]:
+    """What vLLM in ``tree`` plans for each argv: a plan, or ``{"error": message}``.
+
+    Raises:
+        ForkError: the process died.
+    """
     with tempfile.TemporaryDirectory() as folder:
         ask, answer = Path(folder) / "request.json", Path(folder) / "result.json"
-        ask.write_text(json.dumps(request))
+        ask.write_text(json.dumps({"argvs": argvs, "capability": capability}))
         command = ["-m", "fork.planner", str(ask), str(answer)]
         done = _child(command, [tree, ROOT], cwd=folder)
         if not answer.is_file():
             raise ForkError(f"planning on {tree.name} died:\n{_tail(done)}")
-        result = json.loads(answer.read_text())
-    return result.get("plan") or {"error": result["error"]}
+        results = json.loads(answer.read_text())
+    return [result.get("plan") or {"error": result["error"]} for result in results]
 
 
 def _flashinfer_rules(base_pin: pin.BasePin) -> dict[str, rules.PageRule]:

@@ -3,8 +3,10 @@
 
     python -m fork.planner REQUEST.json RESULT.json
 
-Started by fork/geometry.py with the tree first on the path. The request has ``argv``
-(what follows ``vllm serve``) and ``capability``. Everything below is vLLM's: the serve
+Started by fork/geometry.py with the tree first on the path. The request has ``argvs``
+(each what follows ``vllm serve``) and ``capability``; the result is a list with a
+``{"plan": …}`` or ``{"error": …}`` for each. Several share one process, since importing
+vLLM is what costs. Everything below is vLLM's: the serve
 parser, the configuration, the specs, the groups, the layout, the kernel block sizes, the
 metadata builders, the allocation and the KV cache manager. Only the layers are stand-ins,
 since building the model needs a GPU.
@@ -327,22 +329,25 @@ def _group(group: Any) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Reads the request, plans, writes the result: ``{"plan": …}`` or ``{"error": …}``."""
-    request = json.loads(Path(sys.argv[1]).read_text())
-    result: dict[str, Any]
+def planned(argv: list[str], module: Any) -> dict[str, Any]:
+    """One argv's plan, or the one line that refuses it."""
     try:
-        set_up_platform(tuple(request["capability"]))
-        module = planned_caches_module()
-        plan = Plan(vllm_config(request["argv"]), module)
-        result = {"plan": describe(plan)}
+        return {"plan": describe(Plan(vllm_config(argv), module))}
     except SystemExit as error:
-        result = {"error": f"vLLM's argument parser stopped ({error})"}
+        return {"error": f"vLLM's argument parser stopped ({error})"}
     except Exception as error:
         if os.environ.get("SM120_FORK_DEBUG"):
             raise
-        result = {"error": f"{type(error).__name__}: {error}"}
-    Path(sys.argv[2]).write_text(json.dumps(result))
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def main() -> None:
+    """Reads the request, plans, writes the result."""
+    request = json.loads(Path(sys.argv[1]).read_text())
+    set_up_platform(tuple(request["capability"]))
+    module = planned_caches_module()
+    results = [planned(argv, module) for argv in request["argvs"]]
+    Path(sys.argv[2]).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -41,13 +41,14 @@ def update(record: bytes, changes: Mapping[str, bytes | None]) -> bytes:
     lines = []
     known = set()
     for old in text.splitlines():
-        path = next(csv.reader([old]), [""])[0]
+        path, hashed, *_ = [*next(csv.reader([old]), []), "", ""]
         known.add(path)
-        if path not in changes:
+        # A line without a hash (RECORD itself, byte code) promises nothing: it stays.
+        if path not in changes or (not hashed and changes[path] is not None):
             lines.append(old)
         elif (data := changes[path]) is not None:
             lines.append(line(path, data))
     for path in sorted(changes.keys() - known):
         if (data := changes[path]) is not None:
             lines.append(line(path, data))
-    return "".join(item + end for item in lines).encode("utf-8")
+    return (end.join(lines) + (end if text.endswith("\n") else "")).encode("utf-8")

@@ -28,13 +28,22 @@ def members(names: Sequence[str] | None = None) -> list[Patch]:
 def status(tree: Tree, series: Sequence[Patch]) -> dict[str, Standing]:
     """Each patch's standing on ``tree`` as it is.
 
-    A tree that a killed run left half written is drift throughout.
+    A tree that a killed run left half written is drift throughout, and so is one whose
+    recipe cannot be read: it would not tell what the fork applied.
     """
-    if isinstance(tree, FolderTree) and transaction.interrupted(tree.root):
-        why = "a killed apply or revert left this tree half written: run either to roll back"
+    if why := _unreadable(tree):
         return {patch.name: Standing(Verdict.DRIFT, (why,)) for patch in series}
     ours = recipe.members_of(tree)
     return {patch.name: examine(patch, tree, patch.name in ours) for patch in series}
+
+
+def _unreadable(tree: Tree) -> str | None:
+    """Why no verdict on the tree can be trusted, or None."""
+    if isinstance(tree, FolderTree) and transaction.interrupted(tree.root):
+        return "a killed apply or revert left this tree half written: run either to roll back"
+    if tree.read(recipe.PATH) is not None and recipe.carried_by(tree) is None:
+        return f"{recipe.PATH} is damaged: install vLLM again"
+    return None
 
 
 class Drift(ForkError):
@@ -66,9 +75,10 @@ def steps(
         The steps, and every patch's standing before its step.
 
     Raises:
-        Drift: any patch has drifted, or a killed run left the tree half written.
+        Drift: any patch has drifted, or the tree cannot be trusted (``status``).
+        ValueError: two patches of the series move each other's edits.
     """
-    if isinstance(tree, FolderTree) and transaction.interrupted(tree.root):
+    if _unreadable(tree):
         raise Drift(tree, status(tree, series))
     applies = to is State.APPLIED
     overlay = Overlay(tree)
@@ -82,6 +92,10 @@ def steps(
             overlay.changes |= found[-1][1]
     if any(s.verdict is Verdict.DRIFT for s in standings.values()):
         raise Drift(tree, standings)
+    reached = Verdict.APPLIED if applies else Verdict.PENDING
+    for patch, _ in found:
+        if examine(patch, overlay, ours=applies).verdict is not reached:
+            raise ValueError(f"{patch.name}: another patch of the series moves its edits")
     return found, standings
 
 

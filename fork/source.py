@@ -19,9 +19,11 @@ class Source:
         self.data = data
         try:
             self.module = cst.parse_module(data)
-        except (cst.ParserSyntaxError, UnicodeDecodeError, RecursionError) as error:
+        except (cst.ParserSyntaxError, SyntaxError, ValueError, RecursionError) as error:
             reason = str(error).strip().splitlines()
             raise NotUnderstood(reason[0] if reason else type(error).__name__) from None
+        if self.module.encoding != "utf-8" or data.startswith(b"\xef\xbb\xbf"):
+            raise NotUnderstood(f"its encoding is {self.module.encoding}, not plain UTF-8")
         if self.module.bytes != data:
             raise NotUnderstood("the parser does not give back the same bytes")
         self.newline = self.module.default_newline

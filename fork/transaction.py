@@ -48,7 +48,8 @@ def write(root: Path, changes: Mapping[str, bytes | None]) -> None:
         if data is None:
             target.unlink(missing_ok=True)
             _drop_bytecode(target)
-            _drop_empty_folders(root, target.parent)
+            if target.parent.is_dir():
+                _drop_empty_folders(root, target.parent)
         else:
             target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(stage / "new" / str(number), target)

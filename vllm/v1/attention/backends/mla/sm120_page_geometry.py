@@ -105,8 +105,12 @@ def check_planned_pages(vllm_config: "VllmConfig") -> None:
     # Imports the model's modules, so only now.
     from vllm.models.deepseek_v41.nvidia.sm120_planned_caches import planned_caches
 
+    try:
+        caches = planned_caches(vllm_config)
+    except ValueError as error:  # vLLM's or ours: no block fits these arguments
+        raise PageGeometryError(str(error)) from None
     problems: dict[str, list[str]] = {}
-    for cache in planned_caches(vllm_config):
+    for cache in caches:
         if problem := page_problem(cache.kernel_spec):
             problems.setdefault(problem, []).append(cache.name)
     _refuse(
