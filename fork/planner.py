@@ -8,17 +8,18 @@ Started by fork/geometry.py with the tree first on the path. The request has ``a
 ``{"plan": …}`` or ``{"error": …}`` for each. Several share one process, since importing
 vLLM is what costs. Everything below is vLLM's: the serve
 parser, the configuration, the specs, the groups, the layout, the kernel block sizes, the
-metadata builders, the allocation and the KV cache manager. Only the layers are stand-ins,
-since building the model needs a GPU.
+attention layers (built on the meta device), the metadata builders, the allocation and
+the KV cache manager. What the start-up check would plan is compared with what the
+layers say.
 """
 
 import copy
-import importlib
 import inspect
 import json
 import math
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,12 @@ def set_up_platform(capability: tuple[int, int]) -> None:
     from vllm.platforms import current_platform
 
     platform = type(current_platform)
-    importlib.import_module("vllm.models.deepseek_v41.nvidia.model")
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.models.deepseek_v41 import DeepseekV41ForCausalLM
     from vllm.platforms.interface import DeviceCapability
 
+    # Else vLLM would import the model again in another process, to ask what it can do.
+    ModelRegistry.register_model("DeepseekV41ForCausalLM", DeepseekV41ForCausalLM)
     platform.device_type = "cuda"
     # As CudaPlatform answers; without it the planner gives every layer a full context.
     platform.support_hybrid_kv_cache = classmethod(lambda cls: True)
@@ -79,13 +83,74 @@ def vllm_config(argv: list[str]) -> Any:
     return AsyncEngineArgs.from_cli_args(args).create_engine_config()
 
 
+def build_layers(config: Any) -> None:
+    """Builds every attention layer of the model and its draft, without weights.
+
+    They register themselves in the configuration, as in a worker. Quantization is left
+    out: it decides how weights are stored, not how the cache is.
+    """
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.models.deepseek_v41.nvidia.model import _select_dsv4_attn_cls
+    from vllm.models.deepseek_v41.nvidia.sm120_planned_caches import draft_layers
+    from vllm.utils import flashinfer
+
+    _one_rank()
+    # Both ask for a GPU; neither has a say in the geometry.
+    flashinfer.has_flashinfer_sparse_mla_sm120_config = lambda *_: True
+    torch.cuda.Event = lambda *_, **__: None
+    config.quant_config = None
+    config.compilation_config.static_forward_context.clear()
+    attn_cls = _select_dsv4_attn_cls(config)
+    hf_config = config.model_config.hf_config
+    layers = hf_config.num_hidden_layers + draft_layers(config)
+    with set_current_vllm_config(config), torch.device("meta"):
+        for layer in range(layers):
+            attn_cls(config, prefix=f"model.layers.{layer}.attn")
+
+
+def _one_rank() -> None:
+    """Tensor parallel groups of this process alone: the cache is the same on each rank."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.platforms import current_platform
+
+    if parallel_state.model_parallel_is_initialized():
+        return
+    platform = type(current_platform)
+    platform.device_type = "cpu"
+    with tempfile.NamedTemporaryFile() as rendezvous, set_current_vllm_config(VllmConfig()):
+        parallel_state.init_distributed_environment(
+            world_size=1,
+            rank=0,
+            distributed_init_method=f"file://{rendezvous.name}",
+            local_rank=0,
+            backend="gloo",
+        )
+        parallel_state.initialize_model_parallel(1, 1)
+    platform.device_type = "cuda"
+
+
+def kind_of(layer: Any) -> str | None:
+    """``swa``, ``main`` or ``indexer``; None for the compressor's ring."""
+    from vllm.models.deepseek_v41.attention import DeepseekV4Attention, DeepseekV4IndexerCache
+    from vllm.v1.attention.backends.mla.sparse_swa import DeepseekV4SWACache
+
+    kinds = {
+        DeepseekV4SWACache: "swa",
+        DeepseekV4Attention: "main",
+        DeepseekV4IndexerCache: "indexer",
+    }
+    return next((kind for cls, kind in kinds.items() if isinstance(layer, cls)), None)
+
+
 class Plan:
     """What vLLM plans for one configuration.
 
     Attributes:
         config: the VllmConfig, with block size, cache dtype and layout as the engine
             core would leave them.
-        caches: ``{name: PlannedCache}``.
+        specs: ``{name: spec}``, as the worker hands them to the planner.
         kv_cache_config: vLLM's KVCacheConfig for ``_BLOCKS`` blocks.
         groups: per KV cache group, vLLM's AttentionGroups.
         kernel_block_sizes: one a group, as vLLM's runners choose them.
@@ -94,62 +159,28 @@ class Plan:
 
     def __init__(self, config: Any, module: Any) -> None:
         self.config = config
-        self.caches = {c.name: c for c in module.planned_caches(config)}
-        self._register_layers(module)
+        expected = {cache.name: cache.spec for cache in module.planned_caches(config)}
+        block_size = module.manager_block_size(config)
+        build_layers(config)
         self._plan()
+        self._compare(expected, block_size)
 
-    def _register_layers(self, module: Any) -> None:
-        import torch
-        from vllm.config import set_current_vllm_config
-        from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-        from vllm.models.deepseek_v41.compressor import CompressorStateCache
-
-        class StandIn(AttentionLayerBase):
-            """A layer that answers what the planner asks."""
-
-            def __init__(self, name: str, backend: Any, plan: "Plan") -> None:
-                self.name, self.backend, self.plan = name, backend, plan
-
-            def get_attn_backend(self):
-                return self.backend
-
-            def get_kv_cache_spec(self, vllm_config):
-                cache = self.plan.caches.get(self.name)
-                return cache and cache.spec
-
-            def bind_kv_cache(self, kv_cache) -> None:
-                pass
-
-        context = self.config.compilation_config.static_forward_context
-        context.clear()
-        main = next(c.backend for c in self.caches.values() if c.kind == "main")
-        for cache in self.caches.values():
-            # Every attention layer is there, with or without a compressed cache of its own.
-            name = f"layers.{cache.layer}.attn"
-            context.setdefault(name, StandIn(name, main, self))
-            context[cache.name] = StandIn(cache.name, cache.backend, self)
-            if cache.kind == "main" and cache.tokens_per_state > 1:
-                with set_current_vllm_config(self.config):
-                    CompressorStateCache(
-                        state_dim=2 * self.config.model_config.hf_config.head_dim,
-                        dtype=torch.float32,
-                        prefix=f"layers.{cache.layer}.attn.compressor.state_cache",
-                    )
-        # The platform picks the block size once layers exist, as in a worker.
-        from vllm.platforms import current_platform
-
-        predicted = module.manager_block_size(self.config)
-        self.config.cache_config.cache_dtype = module.resolved_cache_dtype(self.config)
-        current_platform.update_block_size_for_backend(self.config)
+    def _compare(self, expected: dict[str, Any], block_size: int) -> None:
+        """What the start-up check plans must be what the model asks for."""
         chosen = self.config.cache_config.block_size
-        if chosen != predicted:
+        real = {name: spec for name, spec in self.specs.items() if kind_of(self.layers[name])}
+        if chosen != block_size:
+            raise RuntimeError(f"the start-up check plans blocks of {block_size}, not {chosen}")
+        if real != expected:
+            odd = sorted(n for n in real.keys() | expected if real.get(n) != expected.get(n))
             raise RuntimeError(
-                f"the start-up check plans with a block size of {predicted}, "
-                f"the platform chose {chosen}"
+                f"the start-up check plans other caches than the model has: {odd[0]}: "
+                f"{expected.get(odd[0])} instead of {real.get(odd[0])}"
             )
 
     def _plan(self) -> None:
         import torch
+        from vllm.platforms import current_platform
         from vllm.v1.attention.backends.utils import (
             get_supported_kv_cache_layouts,
             resolve_kv_cache_layout,
@@ -164,9 +195,10 @@ class Plan:
             planning = kv_cache_utils
 
         config = self.config
-        specs = attn_utils.get_kv_cache_spec(config)
-        context = config.compilation_config.static_forward_context
-        backends = list(dict.fromkeys(layer.get_attn_backend() for layer in context.values()))
+        self.layers = config.compilation_config.static_forward_context
+        current_platform.update_block_size_for_backend(config)
+        self.specs = specs = attn_utils.get_kv_cache_spec(config)
+        backends = list(dict.fromkeys(x.get_attn_backend() for x in self.layers.values()))
         layouts = [layout.name for layout in get_supported_kv_cache_layouts(backends)]
         layout = call(
             resolve_kv_cache_layout, config, [layouts], kv_cache_specs=list(specs.values())
@@ -285,29 +317,33 @@ def call(function: Callable, *args: Any, **kwargs: Any) -> Any:
 def describe(plan: Plan) -> dict[str, Any]:
     """The plan as plain data, a row for each kind of page."""
     rows: dict[tuple, dict[str, Any]] = {}
-    for cache in plan.caches.values():
-        group = next(g for gs in plan.groups for g in gs if cache.name in g.layer_names)
+    for name, spec in plan.specs.items():
+        kind = kind_of(plan.layers[name])
+        if kind is None:
+            continue
+        group = next(g for gs in plan.groups for g in gs if name in g.layer_names)
         builder = group.get_metadata_builder(0).kv_cache_spec
-        view = plan.views[cache.name]
+        view = plan.views[name]
         states = int(view.shape[-2])
+        ratio = int(spec.tokens_per_state)
         row = {
-            "layer_kind": cache.kind,
+            "layer_kind": kind,
             "layers": [],
-            "compressed": cache.kind != "swa",
-            "tokens_per_state": cache.tokens_per_state,
-            "block": int(cache.spec.block_size),
-            "page_bytes": int(cache.spec.page_size_bytes),
-            "kernel_block": states * cache.tokens_per_state,
+            "compressed": kind != "swa",
+            "tokens_per_state": ratio,
+            "block": int(spec.block_size),
+            "page_bytes": int(spec.page_size_bytes),
+            "kernel_block": states * ratio,
             "kernel_stride_bytes": int(view.stride(0) * view.element_size()),
             "states": states,
         }
         if int(builder.num_states) != states:
             raise RuntimeError(
-                f"{cache.name}: the metadata builder has {builder.num_states} states a page, "
+                f"{name}: the metadata builder has {builder.num_states} states a page, "
                 f"the cache's view {states}"
             )
         key = tuple(v for k, v in row.items() if k != "layers")
-        rows.setdefault(key, row)["layers"].append(cache.layer)
+        rows.setdefault(key, row)["layers"].append(int(name.split(".")[2]))
     order = {"swa": 0, "main": 1, "indexer": 2}
     specs = sorted(rows.values(), key=lambda r: (order[r["layer_kind"]], -r["tokens_per_state"]))
     return {

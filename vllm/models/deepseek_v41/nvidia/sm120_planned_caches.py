@@ -41,8 +41,8 @@ class PlannedCache:
     """One KV cache of one layer.
 
     Attributes:
-        name: ``layers.<i>.attn`` and, for caches that hang below it, the rest of the
-            name that vLLM gives them.
+        name: ``model.layers.<i>.attn`` and, for caches that hang below it, the rest of
+            the name that vLLM gives them.
         layer: the layer's index; drafts follow the backbone.
         kind: ``swa``, ``main`` or ``indexer``.
         tokens_per_state: the compress ratio; 1 for the sliding window.
@@ -74,14 +74,14 @@ def planned_caches(vllm_config: "VllmConfig") -> list[PlannedCache]:
     hf_config = vllm_config.model_config.hf_config
     attn_cls = _select_dsv4_attn_cls(vllm_config)
     config = _as_planned(vllm_config)
-    drafts = _draft_layers(vllm_config)
+    drafts = draft_layers(vllm_config)
     ratios = list(hf_config.compress_ratios)[: hf_config.num_hidden_layers]
     sources = set(hf_config.kv_source_layer_ids or ())
     window = _swa_cache(config, attn_cls, hf_config)
 
     caches: list[PlannedCache] = []
     for layer in range(len(ratios) + drafts):
-        name = f"layers.{layer}.attn"
+        name = f"model.layers.{layer}.attn"
         spec = DeepseekV4SWACache.get_kv_cache_spec(window, config)
         backend = attn_cls.swa_backend_cls or DeepseekSparseSWABackend
         caches.append(_planned(f"{name}.swa_cache", layer, "swa", backend, spec))
@@ -239,7 +239,8 @@ def swa_block_size(attn_cls: Any) -> int:
     )
 
 
-def _draft_layers(vllm_config: "VllmConfig") -> int:
+def draft_layers(vllm_config: "VllmConfig") -> int:
+    """Layers of the DSpark draft; 0 where none is asked for."""
     speculative = getattr(vllm_config, "speculative_config", None)
     if speculative is None or "dspark" not in str(speculative.method):
         return 0
