@@ -7,11 +7,11 @@ the pinned upstream wheel, edited (fork/wheel.py).
 
 import sys
 from pathlib import Path
-from typing import ClassVar
 
-from setuptools import Command, setup
+from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.dist_info import dist_info
+from setuptools.command.editable_wheel import editable_wheel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -36,14 +36,8 @@ class PatchedMetadata(dist_info):
         (Path(self.dist_info_dir) / "METADATA").write_bytes(wheel.metadata(PIN))
 
 
-class NoEditable(Command):
+class NoEditable(editable_wheel):
     """An editable install would need upstream's sources here."""
-
-    user_options: ClassVar[list] = []
-
-    def initialize_options(self) -> None: ...
-
-    def finalize_options(self) -> None: ...
 
     def run(self) -> None:
         raise ForkError(

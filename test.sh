@@ -17,4 +17,4 @@ if [ "${1:-}" = --everyday ]; then
   shift
   set -- -m "not bases and not slow" "$@"
 fi
-exec "$python" -m pytest -n "${PYTEST_WORKERS:-2}" --dist loadgroup "$@"
+exec "$python" -m pytest -n "${PYTEST_WORKERS:-2}" --dist loadfile "$@"

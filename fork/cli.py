@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table
 
@@ -26,8 +27,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-out = Console()
-err = Console(stderr=True)
+out = Console(emoji=False)
+err = Console(stderr=True, emoji=False)
 
 Base = Annotated[str | None, typer.Option(help="Upstream release; the pin's default if not given.")]
 Where = Annotated[
@@ -68,13 +69,14 @@ def _tree(path: Path | None, base: str | None) -> Tree:
 
 
 def _table(tree: Tree, standings: dict[str, Standing]) -> None:
-    table = Table(title=f"{tree} (vLLM {tree.version})", title_justify="left")
+    out.print(escape(f"{tree} (vLLM {tree.version})"), highlight=False, soft_wrap=True)
+    table = Table()
     table.add_column("patch")
     table.add_column("verdict")
     table.add_column("why", overflow="fold")
     for name, standing in standings.items():
         colour = _COLOURS[standing.verdict]
-        table.add_row(name, f"[{colour}]{standing.verdict}[/]", "\n".join(standing.why))
+        table.add_row(name, f"[{colour}]{standing.verdict}[/]", escape("\n".join(standing.why)))
     out.print(table)
 
 
@@ -132,7 +134,7 @@ def verify(
         print(line)
     if wrong:
         raise typer.Exit(1)
-    err.print(f"[green]verified[/] {tree}: vLLM {tree.version}")
+    err.print(f"[green]verified[/] {escape(str(tree))}: vLLM {tree.version}")
 
 
 @app.command()
@@ -266,7 +268,8 @@ def patches_command() -> None:
     """List the series: each patch, why, and when to retire it."""
     for name in patches.SERIES:
         patch = series.load(name)
-        out.print(f"[bold]{name}[/]\n  {patch.title}\n  [dim]Retire:[/] {patch.retire}\n")
+        title, retire = escape(patch.title), escape(patch.retire)
+        out.print(f"[bold]{name}[/]\n  {title}\n  [dim]Retire:[/] {retire}\n")
 
 
 def main() -> None:
@@ -274,8 +277,12 @@ def main() -> None:
     try:
         app()
     except ForkError as error:
-        err.print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
-        sys.exit(1)
+        _fail(str(error))
     except OSError as error:
-        err.print(f"[red]error:[/] {error.strerror}: {error.filename}", soft_wrap=True)
-        sys.exit(1)
+        where = f": {error.filename}" if error.filename is not None else ""
+        _fail(f"{error.strerror}{where}" if error.strerror else str(error))
+
+
+def _fail(message: str) -> None:
+    err.print(f"[red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
+    sys.exit(1)

@@ -4,6 +4,7 @@
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 _KINDS = {"swa": "sliding window", "main": "compressed KV", "indexer": "indexer K"}
@@ -13,17 +14,17 @@ def show(result: dict[str, Any], console: Console) -> None:
     """Prints what fork.geometry.measure found."""
     argv = " ".join(result["argv"][1:])
     console.print(
-        f"vLLM {result['base']}, capability {result['capability']}, {argv}\n"
+        f"vLLM {result['base']}, capability {result['capability']}, {escape(argv)}\n"
         "Level of evidence: planned and allocated by vLLM on a CPU; legality by the "
         "libraries' own rules. No SM12x kernel ran.\n"
     )
     for name, plan in result["trees"].items():
         if "error" in plan:
-            console.print(f"[bold]{name}[/]: vLLM refuses to plan this: {plan['error']}\n")
+            console.print(f"[bold]{name}[/]: vLLM refuses to plan this: {escape(plan['error'])}\n")
         else:
             _show_tree(name, plan, console)
     for kind, rule in result["rules"].items():
-        console.print(f"{_KINDS[kind]}: {rule}", highlight=False)
+        console.print(f"{_KINDS[kind]}: {escape(rule)}", highlight=False)
 
 
 def _show_tree(name: str, plan: dict[str, Any], console: Console) -> None:
@@ -44,7 +45,7 @@ def _show_tree(name: str, plan: dict[str, Any], console: Console) -> None:
             f"{row['page_bytes']} B",
             str(row["kernel_block"]),
             str(row["states"]),
-            "[green]yes[/]" if row["legal"] else f"[red]no[/]: {row['refused_by']}",
+            "[green]yes[/]" if row["legal"] else f"[red]no[/]: {escape(row['refused_by'])}",
         )
     console.print(table)
     console.print(

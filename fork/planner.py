@@ -6,11 +6,10 @@
 Started by fork/geometry.py with the tree first on the path. The request has ``argvs``
 (each what follows ``vllm serve``) and ``capability``; the result is a list with a
 ``{"plan": …}`` or ``{"error": …}`` for each. Several share one process, since importing
-vLLM is what costs. Everything below is vLLM's: the serve
-parser, the configuration, the specs, the groups, the layout, the kernel block sizes, the
-attention layers (built on the meta device), the metadata builders, the allocation and
-the KV cache manager. What the start-up check would plan is compared with what the
-layers say.
+vLLM is what costs. Everything below is vLLM's: the serve parser, the configuration, the
+attention layers (built on the meta device) and their specs, the groups, the layout, the
+kernel block sizes, the metadata builders, the allocation and the KV cache manager. What
+the start-up check would plan is compared with what the layers ask for.
 """
 
 import copy

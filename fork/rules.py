@@ -97,12 +97,24 @@ def deep_gemm(tree: Tree) -> PageRule:
         found = _DEEP_GEMM_ASSERT.search(tree.read(name) or b"")
         if found is None or version is None:
             continue
-        sm120 = found.group().decode().split("arch_major == 12", 1)[1]
+        sm120 = _clause(found.group().decode(), "arch_major == 12")
         if "not is_fp4" in sm120:  # 0.30 and 0.31: FP8 apart from MXFP4
-            sm120 = sm120.split("not is_fp4", 1)[1]
+            sm120 = _clause(sm120, "not is_fp4")
         pages = frozenset(int(n) for n in re.findall(r"block_kv == (\d+)", sm120))
+        if not pages:
+            continue
         return PageRule(f"DeepGEMM {version.group(1)}", pages, "host assert on block_kv")
     raise ForkError(f"{tree}: no DeepGEMM binary with an assert on block_kv for SM120")
+
+
+def _clause(text: str, start: str) -> str:
+    """What follows ``start`` up to the parenthesis that closes its clause."""
+    rest, depth = text.split(start, 1)[1], 1
+    for at, letter in enumerate(rest):
+        depth += {"(": 1, ")": -1}.get(letter, 0)
+        if depth == 0:
+            return rest[:at]
+    return rest
 
 
 if __name__ == "__main__":

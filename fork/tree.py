@@ -6,6 +6,7 @@ Paths inside a tree are as in a wheel, with forward slashes: ``vllm/config/vllm.
 
 import re
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from email import message_from_bytes
 from functools import cached_property
@@ -76,7 +77,10 @@ class WheelTree(Tree):
         return str(self.path)
 
     def read(self, path: str) -> bytes | None:
-        return self._zip.read(path) if path in self._names else None
+        try:
+            return self._zip.read(path) if path in self._names else None
+        except (zipfile.BadZipFile, zlib.error) as error:
+            raise ForkError(f"{self.path} is damaged: {path}: {error}") from None
 
     def names(self) -> Iterator[str]:
         return (name for name in self._zip.namelist() if not name.endswith("/"))

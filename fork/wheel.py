@@ -39,7 +39,8 @@ Changed:
 Added:
 {added}
 
-The changes are structural edits, each with its reason, in the fork's patches/ folder;
+The wheel's own metadata (METADATA, WHEEL, RECORD) says the fork's version and tag. The
+changes are structural edits, each with its reason, in the fork's patches/ folder;
 `vllm/sm120_recipe.json` lists them by digest. The fork is not affiliated with the vLLM
 project; report faults of this build to the fork first.
 """

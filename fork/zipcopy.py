@@ -48,17 +48,26 @@ def rewrite(
     """
     with zipfile.ZipFile(source) as old, source.open("rb") as raw:
         new = zipfile.ZipFile(target, "w", zipfile.ZIP_STORED, allowZip64=True)
-        names = set()
-        for info in old.infolist():
-            names.add(info.filename)
-            if info.filename not in replaced:
-                _copy(raw, info, new, progress)
-            elif (data := replaced[info.filename]) is not None:
-                _store(new, info.filename, data, date_time)
-        for name in sorted(replaced.keys() - names):
-            if (data := replaced[name]) is not None:
-                _store(new, name, data, date_time)
-        new.close()
+        try:
+            _fill(new, old, raw, replaced, date_time, progress)
+        except BaseException:
+            new._didModify = False  # else closing writes a directory of what is there
+            raise
+        finally:
+            new.close()
+
+
+def _fill(new, old, raw, replaced, date_time, progress) -> None:
+    names = set()
+    for info in old.infolist():
+        names.add(info.filename)
+        if info.filename not in replaced:
+            _copy(raw, info, new, progress)
+        elif (data := replaced[info.filename]) is not None:
+            _store(new, info.filename, data, date_time)
+    for name in sorted(replaced.keys() - names):
+        if (data := replaced[name]) is not None:
+            _store(new, name, data, date_time)
 
 
 def _store(new: zipfile.ZipFile, name: str, data: bytes, date_time) -> None:
@@ -70,7 +79,10 @@ def _store(new: zipfile.ZipFile, name: str, data: bytes, date_time) -> None:
 
 def _copy(raw: BinaryIO, info: zipfile.ZipInfo, new: zipfile.ZipFile, progress) -> None:
     raw.seek(info.header_offset)
-    signature, name, extra = _LOCAL_HEADER.unpack(raw.read(_LOCAL_HEADER.size))
+    header = raw.read(_LOCAL_HEADER.size)
+    if len(header) < _LOCAL_HEADER.size:
+        raise zipfile.BadZipFile(f"{info.filename}: the file ends early")
+    signature, name, extra = _LOCAL_HEADER.unpack(header)
     if signature != b"PK\x03\x04" or info.flag_bits & _DESCRIPTOR:
         raise zipfile.BadZipFile(f"{info.filename}: a local header this cannot copy")
     left = _LOCAL_HEADER.size + name + extra + info.compress_size

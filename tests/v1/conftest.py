@@ -27,13 +27,12 @@ def _missing() -> str | None:
 
 
 def pytest_collection_modifyitems(items):
-    """Marks and groups this folder: one worker imports vLLM (20 s), once."""
+    """Marks this folder's tests, and skips them where they cannot run."""
     missing = _missing()
     for item in items:
         if "tests/v1" not in item.path.as_posix():
             continue
         item.add_marker(pytest.mark.needs_vllm)
-        item.add_marker(pytest.mark.xdist_group("vllm"))
         if missing:
             item.add_marker(pytest.mark.skip(reason=missing))
 

@@ -103,18 +103,24 @@ def check_planned_pages(vllm_config: "VllmConfig") -> None:
     if not applies_to(vllm_config):
         return
     # Imports the model's modules, so only now.
-    from vllm.models.deepseek_v41.nvidia.sm120_planned_caches import planned_caches
+    from vllm.models.deepseek_v41.nvidia.sm120_planned_caches import (
+        PlannedCache,
+        planned_caches,
+    )
 
     try:
         caches = planned_caches(vllm_config)
     except ValueError as error:  # vLLM's or ours: no block fits these arguments
         raise PageGeometryError(str(error)) from None
-    problems: dict[str, list[str]] = {}
+    problems: dict[str, list[PlannedCache]] = {}
     for cache in caches:
         if problem := page_problem(cache.kernel_spec):
-            problems.setdefault(problem, []).append(cache.name)
+            problems.setdefault(problem, []).append(cache)
     _refuse(
-        ((_shortened(names), problem) for problem, names in problems.items()),
+        (
+            (_shown([c.name for c in found], {c.backend for c in found}), problem)
+            for problem, found in problems.items()
+        ),
         "planned by these arguments",
     )
 
@@ -141,10 +147,13 @@ def check_kernel_pages(
     if not backend.__module__.startswith(_BACKEND_MODULES):
         return
     if problem := page_problem(kernel_spec):
-        _refuse([(_shortened(layer_names), problem)], "chosen for the KV cache")
+        _refuse([(_shown(layer_names, {backend}), problem)], "chosen for the KV cache")
 
 
-def _shortened(names: list[str]) -> str:
-    if len(names) <= 4:
-        return ", ".join(names)
-    return f"{names[0]}, {names[1]}, … {names[-1]} ({len(names)} caches)"
+def _shown(names: list[str], backends: "set[type[AttentionBackend]]") -> str:
+    """The caches, a few by name, and who declares their pages."""
+    shown = ", ".join(names)
+    if len(names) > 4:
+        shown = f"{names[0]}, {names[1]}, … {names[-1]} ({len(names)} caches)"
+    declared_by = ", ".join(sorted(backend.get_name() for backend in backends))
+    return f"{shown} [{declared_by}]"
