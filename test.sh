@@ -9,6 +9,8 @@ set -euo pipefail
 cd "$(dirname "$0")"
 ./build.sh --tests
 
+# Tests of the installed wheel use uv too: the private copy, where there is no other.
+PATH="$PATH:$PWD/.uv/bin"
 python=.venv/bin/python
 printf '\n== tests\n' >&2
 "$python" -m ruff check .

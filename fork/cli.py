@@ -257,6 +257,57 @@ def geometry(
         raise typer.Exit(1)
 
 
+@app.command(context_settings={"ignore_unknown_options": True})
+def probe(
+    argv: Annotated[
+        list[str] | None,
+        typer.Argument(help="After --, what follows `vllm serve`; a V4.1 at TP 4 if not given."),
+    ] = None,
+    base: Base = None,
+    all_bases: Annotated[bool, typer.Option("--all-bases", help="Every base served.")] = False,
+    members: Members = None,
+    tokens: Annotated[str | None, typer.Option(help="Token counts, comma-separated.")] = None,
+    calls: Annotated[
+        str | None, typer.Option(help="attention, indexer; both if not given.")
+    ] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write all reports here.")
+    ] = None,
+    rules_only: Annotated[
+        bool, typer.Option("--rules-only", help="The libraries' rules: always, for now.")
+    ] = True,
+) -> None:
+    """Run the self-test unpatched and patched, multimodal and text-only, and compare.
+
+    Exit 1 where a patched, safe arm does not pass.
+    """
+    from fork import geometry as module
+    from fork import probe as arms
+
+    del rules_only  # the level there is
+    the_pin = pin.load()
+    bases = list(the_pin.bases) if all_bases else [the_pin.of(base)[0]]
+    options = ["--rules-only", "--capability", "12.0"]
+    options += ["--tokens", tokens] if tokens else []
+    options += ["--calls", calls] if calls else []
+    chosen = [m.strip() for m in members.split(",")] if members else None
+    with err.status(f"probing {', '.join(bases)}"):
+        rows = arms.run(the_pin, bases, argv or module.default_argv(), options, chosen)
+    if json_path is not None:
+        _write_beside(json_path, json.dumps({"schema": 1, "arms": rows}, indent=1) + "\n")
+    table = Table()
+    for column in ("base", "tree", "modality", "verdict"):
+        table.add_column(column)
+    for row in rows:
+        line = escape(row["report"]["line"])
+        colour = {"PASS": "green", "FAIL": "red"}.get(row["report"]["verdict"], "yellow")
+        table.add_row(row["base"], row["tree"], row["modality"], f"[{colour}]{line}[/]")
+    out.print(table)
+    safe = [r for r in rows if r["tree"] == "patched" and r["modality"] == "text-only safe"]
+    if any(row["report"]["verdict"] != "PASS" for row in safe):
+        raise typer.Exit(1)
+
+
 def _write_beside(path: Path, text: str) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text(text)

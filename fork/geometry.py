@@ -8,6 +8,7 @@ geometry, *rule* for what is legal.
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,8 +29,11 @@ SCHEMA = 1
 MODEL = ROOT / "fork" / "model"
 """A config.json with DeepSeek-V4.1's dimensions, and no weights."""
 
-_SOURCES = (".py", ".json", ".txt", ".toml", "METADATA", "RECORD", "WHEEL")
-"""What a tree needs to be imported on a CPU: no native library."""
+_SOURCES = re.compile(
+    r".*(\.py|\.json|\.txt|\.toml|/METADATA|/RECORD|/WHEEL)|vllm/third_party/deep_gemm/_C.*\.so"
+)
+"""What a tree needs to be imported on a CPU: no native library but DeepGEMM's, whose
+assert strings are read."""
 
 _TIMEOUT_S = 900
 
@@ -59,7 +63,7 @@ def measure(
         ForkError: this environment has no vLLM dependencies, or a child died.
     """
     version, base_pin = the_pin.of(base)
-    _need_dependencies()
+    need_dependencies()
     wheel = WheelTree(fetch.upstream_wheel(the_pin, version))
     say(f"unpacking vLLM {version}")
     folders = {
@@ -90,7 +94,8 @@ def _judged(plan: dict[str, Any], page_rules: dict[str, rules.PageRule]) -> dict
     return plan
 
 
-def _need_dependencies() -> None:
+def need_dependencies() -> None:
+    """Raises ForkError where vLLM's dependencies are not installed."""
     try:
         metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -140,11 +145,12 @@ def _made_once(name: str, make: Callable[[Path], None]) -> Path:
 
 def _unpack(wheel: WheelTree, folder: Path) -> None:
     with zipfile.ZipFile(wheel.path) as archive:
-        names = [n for n in archive.namelist() if n.endswith(_SOURCES)]
+        names = [n for n in archive.namelist() if _SOURCES.fullmatch(n)]
         archive.extractall(folder, names)
 
 
-def _child(command: list[str], path: Sequence[Path], **kwargs: Any) -> subprocess.CompletedProcess:
+def child(command: list[str], path: Sequence[Path], **kwargs: Any) -> subprocess.CompletedProcess:
+    """Runs Python with that path first, without a GPU and without a hub."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, path)),
         "CUDA_VISIBLE_DEVICES": "",
@@ -178,24 +184,30 @@ def plan(
         ask, answer = Path(folder) / "request.json", Path(folder) / "result.json"
         ask.write_text(json.dumps({"argvs": argvs, "capability": capability}))
         command = ["-m", "fork.planner", str(ask), str(answer)]
-        done = _child(command, [tree, ROOT], cwd=folder)
+        done = child(command, [tree, ROOT], cwd=folder)
         if not answer.is_file():
-            raise ForkError(f"planning on {tree.name} died:\n{_tail(done)}")
+            raise ForkError(f"planning on {tree.name} died:\n{tail(done)}")
         results = json.loads(answer.read_text())
     return [result.get("plan") or {"error": result["error"]} for result in results]
 
 
 def _flashinfer_rules(base_pin: pin.BasePin) -> dict[str, rules.PageRule]:
-    path = [ROOT]
-    if _installed("flashinfer-python") != base_pin.flashinfer:
-        wheel = fetch.flashinfer_wheel(base_pin)
-        name = f"flashinfer-{base_pin.flashinfer}-{wheel.parent.name}"
-        path.insert(0, _made_once(name, lambda f: zipfile.ZipFile(wheel).extractall(f)))
-    done = _child(["-m", "fork.rules"], path, cwd=tempfile.gettempdir())
+    path = [*flashinfer_overlay(base_pin), ROOT]
+    done = child(["-m", "fork.rules"], path, cwd=tempfile.gettempdir())
     if done.returncode:
-        raise ForkError(f"FlashInfer {base_pin.flashinfer} gave no rules:\n{_tail(done)}")
+        raise ForkError(f"FlashInfer {base_pin.flashinfer} gave no rules:\n{tail(done)}")
     found = json.loads(done.stdout.strip().splitlines()[-1])
     return {kind: rules.PageRule.from_json(rule) for kind, rule in found.items()}
+
+
+def flashinfer_overlay(base_pin: pin.BasePin) -> list[Path]:
+    """What to put on a child's path so that it imports the FlashInfer a base pins:
+    nothing where that is the one installed."""
+    if _installed("flashinfer-python") == base_pin.flashinfer:
+        return []
+    wheel = fetch.flashinfer_wheel(base_pin)
+    name = f"flashinfer-{base_pin.flashinfer}-{wheel.parent.name}"
+    return [_made_once(name, lambda folder: zipfile.ZipFile(wheel).extractall(folder))]
 
 
 def _installed(project: str) -> str | None:
@@ -205,6 +217,7 @@ def _installed(project: str) -> str | None:
         return None
 
 
-def _tail(done: subprocess.CompletedProcess) -> str:
+def tail(done: subprocess.CompletedProcess) -> str:
+    """The last lines a child said."""
     lines = (done.stderr or done.stdout).strip().splitlines()
     return "\n".join(lines[-5:])

@@ -13,161 +13,79 @@ the start-up check would plan is compared with what the layers ask for.
 """
 
 import copy
-import inspect
 import json
 import math
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from fork import ROOT
 
-_BLOCKS = 64
-"""Blocks to allocate: enough for every group, small enough for a laptop."""
-
-_COMPUTE_UNITS = 188
-"""Streaming multiprocessors, as an RTX PRO 6000 Blackwell has."""
-
 _CONTEXT = 64 * 1024
 """Tokens of the shorter of two requests whose blocks are compared."""
 
 
 def set_up_platform(capability: tuple[int, int]) -> None:
-    """Makes vLLM believe in a CUDA device of that capability, in the order that works:
-    import the model first, without a platform, and only then name one."""
-    from vllm.platforms import current_platform
+    """Makes vLLM believe in a CUDA device of that capability (sm120_selftest_argv)."""
+    _own_modules()
+    from vllm.models.deepseek_v41.nvidia import sm120_selftest_argv
 
-    platform = type(current_platform)
-    from vllm.model_executor.models import ModelRegistry
-    from vllm.models.deepseek_v41 import DeepseekV41ForCausalLM
-    from vllm.platforms.interface import DeviceCapability
+    sm120_selftest_argv.set_up_platform(capability)
 
-    # Else vLLM would import the model again in another process, to ask what it can do.
-    ModelRegistry.register_model("DeepseekV41ForCausalLM", DeepseekV41ForCausalLM)
-    platform.device_type = "cuda"
-    # As CudaPlatform answers; without it the planner gives every layer a full context.
-    platform.support_hybrid_kv_cache = classmethod(lambda cls: True)
-    # Metadata builders size their buffers by it; the geometry does not depend on it.
-    platform.num_compute_units = classmethod(lambda cls, device_id=0: _COMPUTE_UNITS)
-    platform.get_device_capability = classmethod(
-        lambda cls, device_id=0: DeviceCapability(*capability)
-    )
+
+def _own_modules() -> None:
+    """Puts this checkout's modules behind the tree's own, for a stock tree has none."""
+    import vllm.models.deepseek_v41.nvidia as package
+
+    folder = str(ROOT / "vllm" / "models" / "deepseek_v41" / "nvidia")
+    if folder not in package.__path__:
+        package.__path__.append(folder)
 
 
 def planned_caches_module() -> Any:
     """The module that plans specs: the tree's own, or on a stock tree this checkout's."""
-    import vllm.models.deepseek_v41.nvidia as package
-
-    package.__path__.append(str(ROOT / "vllm" / "models" / "deepseek_v41" / "nvidia"))
+    _own_modules()
     from vllm.models.deepseek_v41.nvidia import sm120_planned_caches
 
     return sm120_planned_caches
 
 
 def vllm_config(argv: list[str]) -> Any:
-    """The configuration that ``vllm serve <argv>`` makes."""
+    """The configuration that ``vllm serve <argv>`` makes, start-up check included."""
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.models.deepseek_v41.nvidia import sm120_selftest_argv
 
-    try:
-        from vllm.entrypoints.common.cli_args import make_arg_parser
-    except ImportError:  # before 0.33
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser
-
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(argv)
-    args.model = args.model_tag or args.model
+    args = sm120_selftest_argv.parse(argv)
     return AsyncEngineArgs.from_cli_args(args).create_engine_config()
 
 
-def build_layers(config: Any) -> None:
-    """Builds every attention layer of the model and its draft, without weights.
-
-    They register themselves in the configuration, as in a worker. Quantization is left
-    out: it decides how weights are stored, not how the cache is.
-    """
-    import torch
-    from vllm.config import set_current_vllm_config
-    from vllm.models.deepseek_v41.nvidia.model import _select_dsv4_attn_cls
-    from vllm.models.deepseek_v41.nvidia.sm120_planned_caches import draft_layers
-    from vllm.utils import flashinfer
-
-    _one_rank()
-    # Both ask for a GPU; neither has a say in the geometry.
-    flashinfer.has_flashinfer_sparse_mla_sm120_config = lambda *_: True
-    torch.cuda.Event = lambda *_, **__: None
-    config.quant_config = None
-    config.compilation_config.static_forward_context.clear()
-    attn_cls = _select_dsv4_attn_cls(config)
-    hf_config = config.model_config.hf_config
-    layers = hf_config.num_hidden_layers + draft_layers(config)
-    with set_current_vllm_config(config), torch.device("meta"):
-        for layer in range(layers):
-            attn_cls(config, prefix=f"model.layers.{layer}.attn")
-
-
-def _one_rank() -> None:
-    """Tensor parallel groups of this process alone: the cache is the same on each rank."""
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import parallel_state
-    from vllm.platforms import current_platform
-
-    if parallel_state.model_parallel_is_initialized():
-        return
-    platform = type(current_platform)
-    platform.device_type = "cpu"
-    with tempfile.NamedTemporaryFile() as rendezvous, set_current_vllm_config(VllmConfig()):
-        parallel_state.init_distributed_environment(
-            world_size=1,
-            rank=0,
-            distributed_init_method=f"file://{rendezvous.name}",
-            local_rank=0,
-            backend="gloo",
-        )
-        parallel_state.initialize_model_parallel(1, 1)
-    platform.device_type = "cuda"
-
-
-def kind_of(layer: Any) -> str | None:
-    """``swa``, ``main`` or ``indexer``; None for the compressor's ring."""
-    from vllm.models.deepseek_v41.attention import DeepseekV4Attention, DeepseekV4IndexerCache
-    from vllm.v1.attention.backends.mla.sparse_swa import DeepseekV4SWACache
-
-    kinds = {
-        DeepseekV4SWACache: "swa",
-        DeepseekV4Attention: "main",
-        DeepseekV4IndexerCache: "indexer",
-    }
-    return next((kind for cls, kind in kinds.items() if isinstance(layer, cls)), None)
-
-
 class Plan:
-    """What vLLM plans for one configuration.
+    """vLLM's plan (sm120_kv_plan.KVPlan), compared with the start-up check's, and what its
+    KV cache manager does with it.
 
-    Attributes:
-        config: the VllmConfig, with block size, cache dtype and layout as the engine
-            core would leave them.
-        specs: ``{name: spec}``, as the worker hands them to the planner.
-        kv_cache_config: vLLM's KVCacheConfig for ``_BLOCKS`` blocks.
-        groups: per KV cache group, vLLM's AttentionGroups.
-        kernel_block_sizes: one a group, as vLLM's runners choose them.
-        views: ``{name: the view a kernel gets}``, allocated on the CPU.
+    Raises:
+        RuntimeError: the start-up check would plan other caches than the model has.
     """
 
     def __init__(self, config: Any, module: Any) -> None:
-        self.config = config
+        from vllm.models.deepseek_v41.nvidia.sm120_kv_plan import KVPlan
+
         expected = {cache.name: cache.spec for cache in module.planned_caches(config)}
         block_size = module.manager_block_size(config)
-        build_layers(config)
-        self._plan()
+        plan = KVPlan(config)
+        self.config, self.layers, self.specs = plan.config, plan.layers, plan.specs
+        self.views, self.builder = plan.views, plan.builder
+        self.kv_cache_config, self.block_stride = plan.kv_cache_config, plan.block_stride
         self._compare(expected, block_size)
 
     def _compare(self, expected: dict[str, Any], block_size: int) -> None:
         """What the start-up check plans must be what the model asks for."""
-        chosen = self.config.cache_config.block_size
+        from vllm.models.deepseek_v41.nvidia.sm120_kv_plan import kind_of
+
         real = {name: spec for name, spec in self.specs.items() if kind_of(self.layers[name])}
+        chosen = self.config.cache_config.block_size
         if chosen != block_size:
             raise RuntimeError(f"the start-up check plans blocks of {block_size}, not {chosen}")
         if real != expected:
@@ -177,52 +95,9 @@ class Plan:
                 f"{expected.get(odd[0])} instead of {real.get(odd[0])}"
             )
 
-    def _plan(self) -> None:
-        import torch
-        from vllm.platforms import current_platform
-        from vllm.v1.attention.backends.utils import (
-            get_supported_kv_cache_layouts,
-            resolve_kv_cache_layout,
-        )
-        from vllm.v1.core import kv_cache_utils
-        from vllm.v1.worker import utils
-        from vllm.v1.worker.gpu import attn_utils
-
-        try:
-            from vllm.v1.core import kv_cache_planning as planning  # 0.33
-        except ImportError:
-            planning = kv_cache_utils
-
-        config = self.config
-        self.layers = config.compilation_config.static_forward_context
-        current_platform.update_block_size_for_backend(config)
-        self.specs = specs = attn_utils.get_kv_cache_spec(config)
-        backends = list(dict.fromkeys(x.get_attn_backend() for x in self.layers.values()))
-        layouts = [layout.name for layout in get_supported_kv_cache_layouts(backends)]
-        layout = call(
-            resolve_kv_cache_layout, config, [layouts], kv_cache_specs=list(specs.values())
-        )
-        config.cache_config.kv_cache_layout = layout.name
-        groups = planning.get_kv_cache_groups(config, copy.copy(specs))
-        one = planning.get_kv_cache_config_from_groups(config, groups, 1 << 30)
-        self.block_stride = one.kv_cache_tensors[0].size // one.num_blocks
-        self.kv_cache_config = planning.get_kv_cache_config_from_groups(
-            config, groups, self.block_stride * _BLOCKS
-        )
-        self.kv_cache_config.kv_cache_layout = layout.name
-        device = torch.device("cpu")
-        found = attn_utils.init_attn_backend(self.kv_cache_config, config, device)
-        self.groups, self.kernel_block_sizes = found[0], found[-1]
-        views = utils.allocate_kv_cache(
-            self.kv_cache_config, device, layout, self.kernel_block_sizes
-        )
-        if hasattr(utils, "map_kv_caches_to_kernel_blocks"):  # 0.32 on
-            every = [group for groups in self.groups for group in groups]
-            views = utils.map_kv_caches_to_kernel_blocks(views, every)
-        self.views = views
-
     def manager(self, blocks: int) -> tuple[Any, Callable[[list[int], str], Any]]:
         """A KVCacheManager over ``blocks`` blocks, and what makes its requests."""
+        from vllm.models.deepseek_v41.nvidia.sm120_kv_plan import call
         from vllm.sampling_params import SamplingParams
         from vllm.utils.hashing import get_hash_fn_by_name
         from vllm.v1.core import kv_cache_utils
@@ -307,21 +182,16 @@ class Plan:
         return int(manager.get_computed_blocks(request(list(range(prompt)), "again"))[1])
 
 
-def call(function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Calls with those keywords that the release's signature has."""
-    known = inspect.signature(function).parameters
-    return function(*args, **{k: v for k, v in kwargs.items() if k in known})
-
-
 def describe(plan: Plan) -> dict[str, Any]:
     """The plan as plain data, a row for each kind of page."""
+    from vllm.models.deepseek_v41.nvidia.sm120_kv_plan import kind_of
+
     rows: dict[tuple, dict[str, Any]] = {}
     for name, spec in plan.specs.items():
         kind = kind_of(plan.layers[name])
         if kind is None:
             continue
-        group = next(g for gs in plan.groups for g in gs if name in g.layer_names)
-        builder = group.get_metadata_builder(0).kv_cache_spec
+        builder = plan.builder(name).kv_cache_spec
         view = plan.views[name]
         states = int(view.shape[-2])
         ratio = int(spec.tokens_per_state)

@@ -9,4 +9,5 @@ SERIES = (
     "sm120_swa_page_block_size",
     "sm120_compressed_page_states",
     "sm120_page_geometry_check",
+    "sm120_decode_shape_selftest",
 )

@@ -30,6 +30,9 @@ COMMANDS = {
     "wheel": ["--base", "--platform", "--out"],
     "recipe": ["--base", "--members", "--json"],
     "geometry": ["--base", "--block-size", "--json"],
+    "probe": [
+        *("--base", "--all-bases", "--members", "--tokens", "--calls", "--json", "--rules-only")
+    ],
     "patches": [],
 }
 
@@ -428,3 +431,25 @@ def test_written_beside_and_renamed(tmp_path, monkeypatch, killer, path):
     assert target.read_text() == "older"
     cli._write_beside(target, "new")
     assert target.read_text() == "new"
+
+
+ARM = {"base": "0.33.0", "tree": "patched", "modality": "text-only safe"}
+
+
+@pytest.mark.parametrize("verdict, code", [("PASS", 0), ("FAIL", 1), ("NOT_RUN", 1)])
+def test_probe(run, monkeypatch, tmp_path, verdict, code):
+    """One row an arm; exit 1 where the patched, safe arm does not pass."""
+    from fork import probe
+
+    asked = []
+    other = ARM | {"tree": "unpatched", "report": {"verdict": "FAIL", "line": "RULES FAIL: [x]"}}
+    rows = [ARM | {"report": {"verdict": verdict, "line": f"RULES {verdict}"}}, other]
+    monkeypatch.setattr(probe, "run", lambda *given: asked.append(given) or rows)
+    path = tmp_path / "arms.json"
+    done = run("probe", "--json", path, "--tokens", "1,8", "--rules-only", "--", "m", "--x", "1")
+    assert done.exit_code == code
+    assert f"RULES {verdict}" in done.stdout and "RULES FAIL: [x]" in done.stdout
+    _, bases, argv, options, members = asked[0]
+    assert (bases, argv, members) == ([pin.load().base], ["m", "--x", "1"], None)
+    assert options == ["--rules-only", "--capability", "12.0", "--tokens", "1,8"]
+    assert json.loads(path.read_text()) == {"schema": 1, "arms": rows}

@@ -167,6 +167,9 @@ class TestMadeOnce:
         assert list((cached / "trees").iterdir()) == []
 
 
+DEEP_GEMM = "vllm/third_party/deep_gemm/_C_extension.abi3.so"
+
+
 @pytest.fixture
 def small_wheel(tmp_path, write_tree):
     """The miniature tree as a wheel in a cache folder, with a native file."""
@@ -177,6 +180,7 @@ def small_wheel(tmp_path, write_tree):
         for name in tree.names():
             archive.writestr(name, tree.read(name))
         archive.writestr("vllm/_C.so", b"\x7fELF")
+        archive.writestr(DEEP_GEMM, b"\x7fELF")
     return WheelTree(path)
 
 
@@ -193,7 +197,8 @@ class TestTrees:
         folder = geometry.stock_tree(small_wheel)
         assert folder.name == "stock-0.33.0-0123456789abcdef"
         files = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
-        assert files == {*tiny_files, "vllm-0.33.0.dist-info/RECORD"}
+        # DeepGEMM's extension stays: its assert strings are read.
+        assert files == {*tiny_files, "vllm-0.33.0.dist-info/RECORD", DEEP_GEMM}
 
     def test_patched_does_not_write_through_to_stock(
         self, cached, small_wheel, small_series, tiny_pin, snapshot

@@ -538,10 +538,15 @@ class Installer:
         assert list(self.site.rglob("sm120_page_geometry*.pyc"))
 
 
+def _works(*command):
+    found = shutil.which(command[0])
+    return found is not None and not subprocess.run(command, capture_output=True).returncode
+
+
 @pytest.fixture(params=["pip", "uv"])
 def installer(request):
-    if request.param == "uv" and shutil.which("uv") is None:
-        pytest.skip("uv is not on the path")
+    if request.param == "uv" and not _works("uv", "--version"):
+        pytest.skip("no uv on PATH that runs")
     if (
         request.param == "pip"
         and run(sys.executable, "-m", "pip", "--version", ok=False).returncode

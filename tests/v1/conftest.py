@@ -41,6 +41,7 @@ def pytest_collection_modifyitems(items):
 def platform():
     """vLLM's platform class, set up as capability 12.0."""
     planner.set_up_platform((12, 0))
+    planner.planned_caches_module()  # and with it this checkout's modules, after the tree's own
     from vllm.platforms import current_platform
 
     return type(current_platform)
@@ -70,3 +71,11 @@ def engine_config(capability):
         return planner.vllm_config([*geometry.default_argv(), *map(str, more)])
 
     return make
+
+
+@pytest.fixture
+def kv_plan(platform):
+    """The module that plans with vLLM's own layers."""
+    from vllm.models.deepseek_v41.nvidia import sm120_kv_plan
+
+    return sm120_kv_plan

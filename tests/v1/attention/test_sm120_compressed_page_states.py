@@ -63,12 +63,12 @@ def test_declared_on_sm12x(backends, capability, version, spec, sizes):
     assert declared == {"mega": [128], "V4 indexer": [256], "V3.2 indexer": [64]}
 
 
-def _spec_blocks(config):
+def _spec_blocks(kv_plan, config):
     """Blocks that the built layers ask for, by kind and ratio."""
-    planner.build_layers(config)
+    kv_plan.build_layers(config)
     found = {}
     for layer in config.compilation_config.static_forward_context.values():
-        kind = planner.kind_of(layer)
+        kind = kv_plan.kind_of(layer)
         spec = layer.get_kv_cache_spec(config)
         if kind in ("main", "indexer") and spec is not None:
             found.setdefault((kind, spec.tokens_per_state), set()).add(spec.block_size)
@@ -88,9 +88,9 @@ def test_other_platforms_keep_the_block_size_given(engine_config, capability, ve
 
 
 @pytest.mark.parametrize("block_size", [None, 64, 128, 192, 256, 1024])
-def test_blocks_asked_for_on_sm12x(engine_config, block_size):
+def test_blocks_asked_for_on_sm12x(engine_config, kv_plan, block_size):
     more = ("--block-size", block_size) if block_size else ()
-    assert _spec_blocks(engine_config(*more)) == {
+    assert _spec_blocks(kv_plan, engine_config(*more)) == {
         ("main", 1): {64},
         ("main", 2): {128},
         ("indexer", 1): {64},
@@ -120,12 +120,12 @@ def plan(engine_config):
 
 
 @pytest.mark.parametrize("more", [(), ("--block-size", 64), ("--block-size", 256)], ids=str)
-def test_allocated_pages(plan, more):
+def test_allocated_pages(plan, kv_plan, more):
     """Through vLLM's planner, both its metadata builders and its allocation."""
     found = plan(*more)
     pages = {}
     for name, spec in found.specs.items():
-        kind = planner.kind_of(found.layers[name])
+        kind = kv_plan.kind_of(found.layers[name])
         if kind:
             # [blocks, heads, states, bytes a state]
             pages.setdefault((kind, spec.tokens_per_state), set()).add(found.views[name].shape[-2])
@@ -168,13 +168,13 @@ def test_prefix_hits_and_memory(plan):
     assert found.bytes_per_token() == 3 * 138240 / 128
 
 
-def test_draft_layers_get_the_same_pages(engine_config):
+def test_draft_layers_get_the_same_pages(engine_config, kv_plan):
     """DSpark's three draft layers are sliding-window only, with the same page."""
     speculative = '{"method": "dspark", "num_speculative_tokens": 5}'
     try:
         config = engine_config("--speculative-config", speculative)
     except Exception as error:
         pytest.skip(f"vLLM makes no DSpark configuration from a config.json alone: {error}")
-    planner.build_layers(config)
+    kv_plan.build_layers(config)
     layers = config.compilation_config.static_forward_context
     assert {layers[f"model.layers.{n}.attn.swa_cache"].block_size for n in (40, 41, 42)} == {64}

@@ -43,13 +43,11 @@ def test_classes_that_cannot_be_imported_here_keep_the_default(platform, module)
 
 
 @pytest.mark.parametrize("page", [32, 64, 96])
-def test_built_layer_takes_the_page_from_its_class(engine_config, classes, monkeypatch, page):
+def test_built_layer_has_its_class_page(engine_config, kv_plan, classes, monkeypatch, page):
     """The real layer, built: its cache has the class's page."""
-    from fork import planner
-
     config = engine_config()
     monkeypatch.setattr(classes["FlashInfer SM120"], "swa_block_size", page)
-    planner.build_layers(config)
+    kv_plan.build_layers(config)
     layers = config.compilation_config.static_forward_context
     pages = {n: x.block_size for n, x in layers.items() if n.endswith(".swa_cache")}
     assert len(pages) == 40

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The self-test in one process: verdicts, gates, the report, hostile input, a fake device."""
+
+import hashlib
+import json
+import os
+import random
+import string
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from fork import geometry
+
+ARGV = geometry.default_argv()
+RULES = ["--rules-only", "--capability", "12.0"]
+
+
+@pytest.fixture(scope="module")
+def selftest(platform):
+    from vllm.models.deepseek_v41.nvidia import sm120_decode_shape_selftest
+
+    return sm120_decode_shape_selftest
+
+
+@pytest.fixture
+def run(selftest, tmp_path):
+    """``run(options, argv)`` gives exit code, report and output lines."""
+
+    def do(options, argv):
+        path = tmp_path / "report.json"
+        path.unlink(missing_ok=True)
+        said = []
+        code = selftest.main(["--json", str(path), *options, "--", *argv], said.append)
+        assert said[-1].count("\n") == 0
+        return code, json.loads(path.read_text()), said
+
+    return do
+
+
+def test_patched_passes(run):
+    code, report, said = run(RULES, ARGV)
+    assert (code, said[-1], report["verdict"]) == (0, "RULES PASS", "PASS")
+    assert report["gates"] == [] and report["complete"] is True and report["level"] == "rules"
+    assert report["schema"] == 1 and all(row["ok"] for row in report["rows"])
+    text = json.dumps(ARGV, separators=(",", ":"), ensure_ascii=False)
+    assert report["argv_sha256"] == hashlib.sha256(text.encode()).hexdigest()
+    kinds = {(row["layer_kind"], row["call"]) for row in report["rows"]}
+    assert kinds == {
+        ("window only", "attention"),
+        ("ratio 1", "attention"),
+        ("ratio 2", "attention"),
+        ("ratio 1", "indexer"),
+        ("ratio 2", "indexer"),
+    }
+    # 64 heads over 4 ranks; window 128; index_topk 512: facts about the model.
+    shapes = {(r["heads"], r["topk"], r["extra_topk"]) for r in report["rows"] if r["extra_topk"]}
+    assert shapes == {(16, 128, 512)}
+    assert {1, 8, 64, 65} <= {row["tokens"] for row in report["rows"]}
+    assert all(fact["source"] for fact in report["facts"].values())
+
+
+def test_a_narrowed_scope_says_so(run):
+    for options in (["--tokens", "1"], ["--calls", "attention"]):
+        _, report, _ = run([*RULES, *options], ARGV)
+        assert report["complete"] is False and report["verdict"] == "PASS"
+
+
+@pytest.mark.parametrize("ranks, heads", [(1, 64), (2, 32), (8, 8)])
+def test_heads_of_a_rank(run, ranks, heads):
+    argv = [*ARGV]
+    argv[argv.index("--tensor-parallel-size") + 1] = str(ranks)
+    _, report, _ = run(RULES, argv)
+    assert {row["heads"] for row in report["rows"] if row["call"] == "attention"} == {heads}
+
+
+REFUSED = {
+    "heads": (["--tensor-parallel-size", "3"], "heads", "1, 2, 4, 8"),
+    "o_groups": (["--tensor-parallel-size", "16"], "heads", "o_groups"),
+    "backend dtype": (["--kv-cache-dtype", "bfloat16"], "backend", "--kv-cache-dtype fp8"),
+    "backend": (["--attention-backend", "FLASHMLA_SPARSE"], "backend", "does not run on SM12x"),
+    "block size": (["--block-size", "96"], "block_size", "multiple of 64"),
+}
+
+
+@pytest.mark.parametrize("more, gate, said", REFUSED.values(), ids=REFUSED)
+def test_refused(run, more, gate, said):
+    code, report, lines = run(RULES, [*ARGV, *more])
+    assert (code, report["gates"], lines[-1]) == (1, [gate], f"RULES FAIL: {gate}")
+    assert said in "\n".join(lines)
+
+
+@pytest.mark.parametrize("start, legal", [("20,20", True), ("19,21", False), ("24,16", False)])
+def test_pipeline_stages(run, monkeypatch, start, legal):
+    """A stage may start at layer 20, a KV and index source; not inside a span."""
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", start)
+    _, report, lines = run(RULES, [*ARGV, "--pipeline-parallel-size", "2"])
+    assert report["gates"] == ([] if legal else ["parallel_layout"])
+    assert legal or "start stages at 2, 8, 14, 20" in "\n".join(lines)
+
+
+NOT_RUN = {
+    "nothing": ([], "arguments"),
+    "unknown flag": ([*ARGV, "--swa-block-size", "64"], "arguments"),
+    "not a number": ([*ARGV, "--block-size", "x"], "arguments"),
+    "no folder": (["nowhere", "--kv-cache-dtype", "fp8"], "checkpoint"),
+    "NUL": (["a\0b"], "arguments"),
+}
+
+
+@pytest.mark.parametrize("argv, gate", NOT_RUN.values(), ids=NOT_RUN)
+def test_not_run(run, argv, gate):
+    code, report, said = run(RULES, argv)
+    assert (code, report["verdict"], report["gates"]) == (2, "NOT_RUN", [gate])
+    assert said[-1].startswith("SELFTEST NOT RUN: ")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--capability", "12.0"],
+        ["--rules-only", "--capability", "9.0"],
+        ["--rules-only", "--capability", "twelve"],
+        ["--rules-only", "--tokens", "0"],
+        ["--rules-only", "--calls", "everything"],
+        ["--what"],
+    ],
+    ids=" ".join,
+)
+def test_bad_options(selftest, options):
+    said = []
+    assert selftest.main([*options, "--", *ARGV], said.append) == 2
+    assert said[-1].startswith("SELFTEST NOT RUN: ")
+
+
+def _config():
+    return json.loads((geometry.MODEL / "config.json").read_text())
+
+
+FIELDS = ["num_hidden_layers", "num_attention_heads", "compress_ratios", "kv_source_layer_ids"]
+FIELDS += ["index_source_layer_ids", "sliding_window", "o_groups", "index_topk", "head_dim"]
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("value", [None, "x", -1, 10**12, [], {}, [None], 1.5], ids=repr)
+def test_wrong_fields(run, tmp_path, field, value):
+    config = _config()
+    config["text_config"][field] = value
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, report, said = run(RULES, [str(tmp_path), *ARGV[1:]])
+    assert (code, report["gates"]) == (2, ["checkpoint"]), said
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", '{"model_type": "llama"}', '{"model_type": []}', "[" * 90000]
+)
+def test_wrong_files(run, tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    code, report, _ = run(RULES, [str(tmp_path), *ARGV[1:]])
+    assert (code, report["gates"]) == (2, ["checkpoint"])
+
+
+_WORDS = st.sampled_from(
+    [
+        *ARGV,
+        "--block-size",
+        "--max-model-len",
+        "--speculative-config",
+        "--hf-overrides",
+        "--hf-overrides.vision_n_layers",
+        "--enforce-eager",
+        "--pipeline-parallel-size",
+        "-1",
+        "0",
+        "{}",
+        "64",
+        "auto",
+        "--",
+        "--help",
+        "",
+        "ü",
+    ]
+)
+
+
+@settings(
+    max_examples=int(os.environ.get("SELFTEST_EXAMPLES", "60")),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(st.lists(_WORDS | st.text(string.printable, max_size=12), max_size=12))
+@example(["--help"])
+@example(["--", "--"])
+def test_no_argv_ends_in_a_traceback(selftest, argv):
+    said = []
+    code = selftest.main([*RULES, "--tokens", "1", "--", *argv], said.append)
+    assert code in (0, 1, 2)
+    assert said[-1].startswith(("RULES PASS", "RULES FAIL: ", "SELFTEST NOT RUN: "))
+
+
+def test_no_config_ends_in_a_traceback(run, tmp_path):
+    """Random damage to a right config.json: a clear verdict, whatever it is."""
+    draw = random.Random(0)
+    for _ in range(25):
+        config = _config()
+        text = config["text_config"]
+        for _ in range(draw.randrange(1, 4)):
+            where = draw.choice([config, text, config["vision_config"]])
+            key = draw.choice(sorted(where))
+            where[key] = draw.choice(
+                [None, 0, -1, 1 << 40, "x", [], {}, [1], True, 0.5, where[key]]
+            )
+            if draw.random() < 0.3:
+                del where[key]
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        code, _, said = run([*RULES, "--tokens", "1"], [str(tmp_path), *ARGV[1:]])
+        assert code in (0, 1, 2), said
+
+
+def test_report_that_cannot_be_written(selftest, tmp_path):
+    said = []
+    path = tmp_path / "no" / "folder.json"
+    assert selftest.main(["--json", str(path), *RULES, "--", *ARGV], said.append) == 2
+    assert said[-1].startswith("SELFTEST NOT RUN: the report cannot be written")
+
+
+@pytest.fixture
+def on_device(selftest, monkeypatch):
+    """The device rows with stand-in kernels on the CPU: ``on_device(attention, indexer)``
+    gives the report. Child processes are not used here (test_sm120_device_calls.py)."""
+    from vllm.models.deepseek_v41.nvidia import sm120_device_calls as calls
+    from vllm.models.deepseek_v41.nvidia import sm120_device_cases as cases
+    from vllm.models.deepseek_v41.nvidia import sm120_selftest_argv as argv
+    from vllm.models.deepseek_v41.nvidia import sm120_selftest_device as device
+    from vllm.models.deepseek_v41.nvidia.sm120_selftest_report import Report
+
+    def in_process(waiting):
+        results = []
+        for call in waiting:
+            kernel, case = call.kernel(), cases.random_case(call.shape, 0, "cpu")
+            runs = calls.run_attention if kernel.name == "attention" else calls.run_indexer
+            results.append(runs(case, kernel))
+        return results
+
+    def do(attention, indexer):
+        report = Report(ARGV, rules_only=False, complete=True)
+        options = type("Options", (), {"tokens": [1, 8], "calls": None})
+        argv.set_up_platform((12, 0))
+        plan = selftest.judge(report, options, argv.parse(ARGV), (12, 0))
+        device.run(report, plan, "cpu", lambda: attention, lambda: indexer, in_process)
+        return report
+
+    return do
+
+
+@pytest.fixture
+def kernels(platform):
+    from vllm.models.deepseek_v41.nvidia import sm120_device_kernels, sm120_reference
+
+    class Kernel:
+        def __init__(self, name, bound, call):
+            self.name, self.bound, self.call = name, bound, call
+
+        def __call__(self, *args):
+            return self.call(*args)
+
+    def attention(q, window, compressed, sinks, scale, out):
+        out.copy_(sm120_reference.sparse_mla(q, window, compressed, sinks, scale)[0])
+
+    def no_sink(q, window, compressed, sinks, scale, out):
+        attention(q, window, compressed, None, scale, out)
+
+    def logits(*args):
+        return sm120_reference.paged_index_logits(*args).float()
+
+    def doubled(*args):
+        return 2 * logits(*args)
+
+    bound = sm120_device_kernels.BF16_BOUND
+    index_bound = sm120_device_kernels.INDEXER_BOUND
+    return {
+        "right": Kernel("attention", bound, attention),
+        "no sink": Kernel("attention", bound, no_sink),
+        "right logits": Kernel("indexer", index_bound, logits),
+        "doubled logits": Kernel("indexer", index_bound, doubled),
+    }
+
+
+def test_right_device_passes(on_device, kernels):
+    report = on_device(kernels["right"], kernels["right logits"])
+    assert report.line() == "SELFTEST PASS", report.refusals
+    assert all(row.error_norm is not None and row.error_norm < 1e-2 for row in report.rows)
+
+
+def test_wrong_attention_fails(on_device, kernels):
+    report = on_device(kernels["no sink"], kernels["right logits"])
+    assert report.line() == "SELFTEST FAIL: backend"
+    assert "attention" in report.refusals[0].why
+
+
+def test_wrong_indexer_fails(on_device, kernels):
+    report = on_device(kernels["right"], kernels["doubled logits"])
+    assert report.line() == "SELFTEST FAIL: indexer_page"

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs device calls in a child process: a crash or a hang is a result, not an end.
+
+A CUDA error that kills the context, a signal or a hang fails the call that was running
+then, by name; the calls after it run in a fresh child::
+
+    calls = [DeviceCall(shape, flashinfer_kernel) for shape in shapes]
+    results = in_child(calls, limit_s=300)
+"""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from .sm120_device_calls import CallResult, failed, run_attention, run_indexer
+from .sm120_device_cases import AttentionShape, IndexerShape, random_case
+from .sm120_device_kernels import AttentionKernel, IndexerKernel
+
+# A child that was killed while a driver call hangs may never be reaped.
+_REAP_S = 10.0
+
+
+@dataclass(frozen=True)
+class DeviceCall:
+    """One call to make in a child. Everything in it must be picklable.
+
+    Attributes:
+        shape: what to make a random case of.
+        kernel: makes the kernel, in the child: a function at a module's top level.
+        seed: of the case.
+        device: torch device.
+        name: how results name the call; empty: kernel and shape.
+    """
+
+    shape: AttentionShape | IndexerShape
+    kernel: Callable[[], AttentionKernel | IndexerKernel]
+    seed: int = 0
+    device: str = "cuda"
+    name: str = ""
+
+    def __str__(self) -> str:
+        kind = "indexer" if isinstance(self.shape, IndexerShape) else "attention"
+        made_by = getattr(self.kernel, "__name__", str(self.kernel))
+        return self.name or f"{made_by}: {kind}, {self.shape}"
+
+
+def in_child(
+    calls: Sequence[DeviceCall],
+    limit_s: float = 600.0,
+    start_s: float = 120.0,
+    method: str = "spawn",
+) -> list[CallResult]:
+    """Makes the calls in order, in one child as long as it lives.
+
+    Results come back as each call ends. What the child prints goes to a file, whose
+    last line joins the reason of a call that ended the child.
+
+    Args:
+        calls: the calls.
+        limit_s: seconds that one call may take; compiling at first use counts.
+        start_s: seconds for a child to start and import.
+        method: of multiprocessing. ``spawn`` works whatever the parent has done with
+            CUDA; ``forkserver`` and ``fork`` save imports and need a parent without it.
+
+    Returns:
+        One result for each call, in order. Bounded in time by
+        ``len(calls) * (limit_s + start_s + 20)`` seconds.
+    """
+    results: list[CallResult] = []
+    while len(results) < len(calls):
+        rest = calls[len(results) :]
+        done, reason = _one_child(rest, limit_s, start_s, method)
+        results += done
+        if len(done) < len(rest) and reason:
+            results.append(failed(str(rest[len(done)]), reason))
+    return results
+
+
+def _one_child(
+    calls: Sequence[DeviceCall], limit_s: float, start_s: float, method: str
+) -> tuple[list[CallResult], str]:
+    """Results until the child ended, and why it did; "" where it ended by itself."""
+    context = multiprocessing.get_context(method)
+    receive, send = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory(prefix="sm120-selftest-") as folder:
+        output = os.path.join(folder, "output")
+        child = context.Process(
+            target=_child_main, args=(send, list(calls), output), daemon=True
+        )
+        results: list[CallResult] = []
+        try:
+            child.start()
+            send.close()  # so that the child's end is the only one left to close
+            _receive(receive, start_s, "the child did not start")
+            while len(results) < len(calls):
+                message = _receive(receive, limit_s, "hung: no result")
+                if message is None:
+                    break
+                results.append(message)
+            child.join(_REAP_S)
+            return results, ""
+        except TimeoutError as error:
+            return results, f"{error}; it was stopped"
+        except EOFError:
+            child.join(_REAP_S)
+            return results, f"crashed: {_ending(child.exitcode)}{_last_line(output)}"
+        finally:
+            receive.close()
+            _stop(child)
+
+
+def _receive(connection: Connection, limit_s: float, otherwise: str) -> Any:
+    if not connection.poll(limit_s):
+        raise TimeoutError(f"{otherwise} in {limit_s:g} s")
+    try:
+        return connection.recv()
+    except OSError as error:  # a message that the child did not finish
+        raise EOFError from error
+
+
+def _child_main(send: Connection, calls: list[DeviceCall], output: str) -> None:
+    """Sends "started", then one result a call; None where the device is lost."""
+    os.setsid()  # so that compilers it starts can be stopped with it
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    send.send("started")
+    for call in calls:
+        result = _run(call)
+        send.send(result)
+        if not result.ok and not _device_lives(call.device):
+            send.send(None)
+            break
+    send.close()
+
+
+def _run(call: DeviceCall) -> CallResult:
+    try:
+        case = random_case(call.shape, call.seed, call.device)
+        kernel: Any = call.kernel()
+        if isinstance(call.shape, IndexerShape):
+            result = run_indexer(case, kernel)
+        else:
+            result = run_attention(case, kernel)
+    except Exception as error:
+        return failed(str(call), error)
+    return replace(result, call=call.name) if call.name else result
+
+
+def _device_lives(device: str) -> bool:
+    """False after an error that no later CUDA call of this process survives."""
+    try:
+        if torch.device(device).type == "cuda":
+            torch.cuda.synchronize(device)
+    except Exception:
+        return False
+    return True
+
+
+def _ending(exit_code: int | None) -> str:
+    if exit_code is None:
+        return "it closed its pipe and did not end"
+    if exit_code < 0:
+        with contextlib.suppress(ValueError):
+            return f"killed by {signal.Signals(-exit_code).name}"
+    return f"exit status {exit_code}"
+
+
+def _last_line(output: str) -> str:
+    with contextlib.suppress(OSError), open(output, errors="replace") as file:
+        lines = [line.strip() for line in file if line.strip()]
+        if lines:
+            return f"; it last printed: {lines[-1][:300]}"
+    return ""
+
+
+def _stop(child: Any) -> None:
+    """Kills a child that still runs, and what it started."""
+    if child.pid is None or not child.is_alive():
+        return
+    try:
+        os.killpg(child.pid, signal.SIGKILL)  # its own group, since it called setsid
+    except (ProcessLookupError, PermissionError):
+        child.kill()
+    child.join(_REAP_S)
