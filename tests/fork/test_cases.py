@@ -5,10 +5,12 @@ import importlib.util
 import json
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from fork import fetch, geometry, pin, probe, series
+from tests.v41_names import checkpoint_names
 
 CASES = [
     json.loads(path.read_text())
@@ -118,3 +120,42 @@ def test_full_scope_passes_patched(base):
     )
     found = {(r["tree"], r["report"]["verdict"], r["report"]["complete"]) for r in rows}
     assert found == {("unpatched", "FAIL", True), ("patched", "PASS", True)}
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A checkpoint's config.json and index, with 16 experts a layer instead of 384."""
+    config = json.loads((geometry.MODEL / "config.json").read_text())
+    config["text_config"] |= {"n_routed_experts": 16, "dspark_n_routed_experts": 16}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    names = checkpoint_names(SimpleNamespace(**config["text_config"]))
+    index = {"metadata": {}, "weight_map": dict.fromkeys(sorted(names), "one.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "base",
+    [
+        pytest.param(base, marks=() if base == pin.load().base else pytest.mark.bases)
+        for base in pin.load().bases
+    ],
+)
+def test_weights(checkpoint, base):
+    """`vision_n_layers 0` leaves tensors of the checkpoint homeless; the safe text-only
+    form and multimodal keep every parameter."""
+    argv = [str(checkpoint), *geometry.default_argv()[1:]]
+    options = ["--rules-only", "--capability", "12.0", "--calls", "indexer", "--tokens", "1"]
+    arms = probe.modalities(base)
+    found = probe.reports(
+        pin.load(),
+        base,
+        series.members(None),
+        [[*options, "--", *argv, *more] for more in arms.values()],
+    )
+    gates = {name: report["gates"] for name, report in zip(arms, found, strict=True)}
+    assert gates == {"multimodal": [], "text-only": ["weights"], "text-only safe": []}
+    said = found[1]["output"]
+    assert "ffn.gate.bias_vl" in said and "--language-model-only" in said
+    assert ("vision_max_n_token 0" in said) == (base == "0.30.0")
+    assert all("weights_unchecked" not in report["warnings"] for report in found)
