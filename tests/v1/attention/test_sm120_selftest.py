@@ -61,6 +61,39 @@ def test_patched_passes(run):
     assert all(fact["source"] for fact in report["facts"].values())
 
 
+WARNED = {
+    "parser": (["--tool-call-parser", "deepseek_v4", "--enable-auto-tool-choice"], "deepseek_v41"),
+    "eager": (["--enforce-eager"], "CUDA graphs"),
+    "remote_code": (["--trust-remote-code"], "as the argv asks"),
+    "deep_gemm": (["--max-model-len", "131072"], "VLLM_DEEP_GEMM_WARMUP=skip"),
+    "weights_unchecked": ([], "no index file"),
+}
+
+
+@pytest.mark.parametrize("name, more, said", [(k, *v) for k, v in WARNED.items()], ids=WARNED)
+def test_warnings_do_not_fail(run, name, more, said):
+    code, report, lines = run([*RULES, "--tokens", "1"], [*ARGV, *more])
+    assert (code, name in report["warnings"]) == (0, True), lines
+    assert said in report["messages"]["warnings"][name]
+
+
+def test_right_argv_has_few_warnings(run):
+    _, report, _ = run([*RULES, "--tokens", "1"], [*ARGV, "--max-model-len", "65536"])
+    assert report["warnings"] == ["weights_unchecked"]
+
+
+def test_unified_memory_is_warned_of(run):
+    options = ["--rules-only", "--capability", "12.1", "--tokens", "1"]
+    _, report, _ = run(options, ARGV)
+    assert "engram_memory" in report["warnings"]
+
+
+def test_what_is_not_evaluated_is_said(run):
+    _, report, said = run(RULES, ARGV)
+    assert report["facts"]["not_evaluated"]["value"] == ["memory", "ops", "toolchain"]
+    assert "not evaluated: memory, ops, toolchain" in said
+
+
 def test_a_narrowed_scope_says_so(run):
     for options in (["--tokens", "1"], ["--calls", "attention"]):
         _, report, _ = run([*RULES, *options], ARGV)

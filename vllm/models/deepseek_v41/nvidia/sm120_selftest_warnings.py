@@ -24,6 +24,7 @@ def find(args: Namespace, config: Any, capability: tuple[int, int]) -> dict[str,
     found: dict[str, str | None] = {
         "parser": _parser(args),
         "eager": _eager(args),
+        "remote_code": _remote_code(args),
         "flashinfer_pin": _flashinfer_pin(),
         "jit_cache": _jit_cache(),
         "engram_memory": _engram(config, capability),
@@ -43,6 +44,14 @@ def _parser(args: Namespace) -> str | None:
 def _eager(args: Namespace) -> str | None:
     if getattr(args, "enforce_eager", False):
         return "--enforce-eager: no CUDA graphs, so decoding is several times slower"
+    return None
+
+
+def _remote_code(args: Namespace) -> str | None:
+    if getattr(args, "trust_remote_code", False):
+        return (
+            "--trust-remote-code: code of the checkpoint may run here, as the argv asks"
+        )
     return None
 
 
