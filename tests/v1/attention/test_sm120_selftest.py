@@ -335,3 +335,30 @@ def test_wrong_attention_fails(on_device, kernels):
 def test_wrong_indexer_fails(on_device, kernels):
     report = on_device(kernels["right"], kernels["doubled logits"])
     assert report.line() == "SELFTEST FAIL: indexer_page"
+
+
+def test_a_row_that_did_not_run_is_no_pass(on_device, kernels):
+    report = on_device(kernels["right"], kernels["right logits"])
+    report.rows[3].error_norm = None
+    assert report.line() == "SELFTEST NOT RUN: a row was not run on the device"
+    assert report.exit_code() == 2
+
+
+def test_no_rows_are_no_pass(platform):
+    from vllm.models.deepseek_v41.nvidia.sm120_selftest_report import Report
+
+    for rules_only in (True, False):
+        report = Report([], rules_only=rules_only, complete=True)
+        assert report.line() == "SELFTEST NOT RUN: no row was judged"
+
+
+def test_wrong_pages_are_judged_by_the_self_test_not_by_the_start_up_check(run, monkeypatch):
+    """On a tree with the check and without the page patches: gates, not an error."""
+    from vllm.models.deepseek_v41.nvidia import flashinfer_sparse
+
+    cls = flashinfer_sparse.DeepseekV4FlashInferSM120Attention
+    monkeypatch.setattr(cls, "swa_block_size", 32)
+    _, report, _ = run(RULES, ARGV)
+    # FlashInfer 0.7.2 takes a page of 32; the rows show it.
+    assert report["verdict"] == "PASS"
+    assert {row["page"] for row in report["rows"] if row["call"] == "attention"} == {32}

@@ -238,7 +238,8 @@ def _plan(config: Any) -> Any:
     from vllm.models.deepseek_v41.nvidia.sm120_kv_plan import KVPlan
 
     try:
-        return KVPlan(config)
+        with from_argv.without_start_up_check():
+            return KVPlan(config)
     except (ValueError, NotImplementedError, RuntimeError) as error:
         raise Refusal("block_size", f"vLLM cannot plan these pages: {error}") from None
 

@@ -182,16 +182,13 @@ def check_heads(args: Namespace, config: dict[str, Any]) -> None:
 def engine_config(args: Namespace) -> Any:
     """vLLM's own VllmConfig.
 
-    The fork's start-up check is left out here: the self-test judges pages itself, and
-    says more.
-
     Raises:
         Refusal: ``arguments`` with vLLM's message, or ``checkpoint`` where it is about
             the checkpoint's own code.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    with _without_start_up_check():
+    with without_start_up_check():
         try:
             return AsyncEngineArgs.from_cli_args(args).create_engine_config()
         except (Exception, SystemExit) as error:
@@ -215,7 +212,9 @@ def _first_message(text: str) -> str:
 
 
 @contextlib.contextmanager
-def _without_start_up_check():
+def without_start_up_check():
+    """The fork's own start-up check does not stop what happens inside: the self-test
+    judges pages itself, and says more."""
     try:
         from vllm.v1.attention.backends.mla import sm120_page_geometry as check
     except ImportError:  # a tree without the fork's check

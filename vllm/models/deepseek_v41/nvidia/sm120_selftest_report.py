@@ -102,15 +102,25 @@ class Report:
 
     def verdict(self) -> str:
         """``PASS``, ``FAIL`` or ``NOT_RUN``."""
-        if self.not_run or NOT_RUN_GATES & set(self.gates()):
+        if self._why_not_run() or NOT_RUN_GATES & set(self.gates()):
             return "NOT_RUN"
         return "FAIL" if self.gates() else "PASS"
+
+    def _why_not_run(self) -> str | None:
+        """Also where nothing failed and not everything ran: that is no pass."""
+        if self.not_run or self.gates():
+            return self.not_run
+        if not self.rows:
+            return "no row was judged"
+        if not self.rules_only and any(row.error_norm is None for row in self.rows):
+            return "a row was not run on the device"
+        return None
 
     def line(self) -> str:
         """The last line of the output."""
         verdict = self.verdict()
         if verdict == "NOT_RUN":
-            why = self.not_run or self.refusals[0].why
+            why = self._why_not_run() or self.refusals[0].why
             return f"SELFTEST NOT RUN: {why}"
         level = "RULES" if self.rules_only else "SELFTEST"
         if verdict == "PASS":
@@ -149,11 +159,15 @@ class Report:
             OSError: the folder cannot be written.
         """
         text = json.dumps(self.to_json(), indent=1, ensure_ascii=False, default=str)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=".selftest-", delete=False
-        ) as beside:
-            beside.write(text + "\n")
-        os.replace(beside.name, path)
+        data = (text + "\n").encode("utf-8", "backslashreplace")
+        number, beside = tempfile.mkstemp(dir=path.parent, prefix=".selftest-")
+        try:
+            with open(number, "wb") as file:
+                file.write(data)
+            os.replace(beside, path)
+        except BaseException:
+            os.unlink(beside)
+            raise
 
 
 def digest(value: Any) -> str:
