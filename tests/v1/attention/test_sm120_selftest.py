@@ -324,6 +324,9 @@ def test_right_device_passes(on_device, kernels):
     report = on_device(kernels["right"], kernels["right logits"])
     assert report.line() == "SELFTEST PASS", report.refusals
     assert all(row.error_norm is not None and row.error_norm < 1e-2 for row in report.rows)
+    for call in ("attention", "indexer"):
+        bound = report.facts[f"{call}_bound"]
+        assert bound.value > 0 and bound.source
 
 
 def test_wrong_attention_fails(on_device, kernels):

@@ -19,7 +19,12 @@ from vllm.models.deepseek_v41.nvidia.sm120_device_kernels import (
     deep_gemm_kernel,
     flashinfer_kernel,
 )
-from vllm.models.deepseek_v41.nvidia.sm120_selftest_report import Refusal, Report, Row
+from vllm.models.deepseek_v41.nvidia.sm120_selftest_report import (
+    Fact,
+    Refusal,
+    Report,
+    Row,
+)
 
 # With fewer tokens than kinds of rows each kind gets a call of its own.
 _FEW_TOKENS = 8
@@ -55,6 +60,9 @@ def run(
             waiting.append((row, DeviceCall(shape, kernel, device=device)))
     results = calls([call for _, call in waiting])
     for (row, _), result in zip(waiting, results, strict=True):
+        if result.bound is not None:
+            bound = Fact(result.bound.value, result.bound.source)
+            report.facts[f"{row.call}_bound"] = bound
         norms = [n for n in (row.error_norm, result.error_norm) if n is not None]
         row.error_norm = max(norms) if norms else None
         if result.ok or not row.ok:
