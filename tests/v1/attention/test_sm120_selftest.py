@@ -108,6 +108,18 @@ def test_heads_of_a_rank(run, ranks, heads):
     assert {row["heads"] for row in report["rows"] if row["call"] == "attention"} == {heads}
 
 
+def test_draft_rows(run):
+    """DSpark's three layers read a window of 128 + 5 slots, rounded up to 64: 192."""
+    speculative = '{"method": "dspark", "num_speculative_tokens": 5}'
+    _, report, said = run(RULES, [*ARGV, "--speculative-config", speculative])
+    rows = [row for row in report["rows"] if row["layer_kind"] == "DSpark draft"]
+    assert rows, said
+    assert {(tuple(r["layers"]), r["topk"], r["page"], r["extra_topk"]) for r in rows} == {
+        ((40, 41, 42), 192, 64, 0)
+    }
+    assert report["verdict"] == "PASS"
+
+
 REFUSED = {
     "heads": (["--tensor-parallel-size", "3"], "heads", "1, 2, 4, 8"),
     "o_groups": (["--tensor-parallel-size", "16"], "heads", "o_groups"),
