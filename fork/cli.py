@@ -47,8 +47,12 @@ _COLOURS = {
 }
 
 
+def _names(members: str | None) -> list[str] | None:
+    return [name.strip() for name in members.split(",")] if members else None
+
+
 def _chosen(members: str | None):
-    return series.members([m.strip() for m in members.split(",")] if members else None)
+    return series.members(_names(members))
 
 
 def _folder(path: Path) -> FolderTree:
@@ -290,9 +294,8 @@ def probe(
     options = ["--rules-only", "--capability", "12.0"]
     options += ["--tokens", tokens] if tokens else []
     options += ["--calls", calls] if calls else []
-    chosen = [m.strip() for m in members.split(",")] if members else None
     with err.status(f"probing {', '.join(bases)}"):
-        rows = arms.run(the_pin, bases, argv or module.default_argv(), options, chosen)
+        rows = arms.run(the_pin, bases, argv or module.default_argv(), options, _names(members))
     if json_path is not None:
         _write_beside(json_path, json.dumps({"schema": 1, "arms": rows}, indent=1) + "\n")
     table = Table()

@@ -180,14 +180,8 @@ def plan(
     Raises:
         ForkError: the process died.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        ask, answer = Path(folder) / "request.json", Path(folder) / "result.json"
-        ask.write_text(json.dumps({"argvs": argvs, "capability": capability}))
-        command = ["-m", "fork.planner", str(ask), str(answer)]
-        done = child(command, [tree, ROOT], cwd=folder)
-        if not answer.is_file():
-            raise ForkError(f"planning on {tree.name} died:\n{tail(done)}")
-        results = json.loads(answer.read_text())
+    request = {"argvs": argvs, "capability": capability}
+    results = answer("fork.planner", request, [tree, ROOT])
     return [result.get("plan") or {"error": result["error"]} for result in results]
 
 
@@ -198,6 +192,24 @@ def _flashinfer_rules(base_pin: pin.BasePin) -> dict[str, rules.PageRule]:
         raise ForkError(f"FlashInfer {base_pin.flashinfer} gave no rules:\n{tail(done)}")
     found = json.loads(done.stdout.strip().splitlines()[-1])
     return {kind: rules.PageRule.from_json(rule) for kind, rule in found.items()}
+
+
+def answer(module: str, request: Any, path: Sequence[Path]) -> Any:
+    """What ``python -m module REQUEST.json RESULT.json`` writes, as JSON.
+
+    Args:
+        path: the child's, the tree it is about first.
+
+    Raises:
+        ForkError: the child died.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        asked, result = Path(folder) / "request.json", Path(folder) / "result.json"
+        asked.write_text(json.dumps(request))
+        done = child(["-m", module, str(asked), str(result)], path, cwd=folder)
+        if not result.is_file():
+            raise ForkError(f"{module} on {path[0].name} died:\n{tail(done)}")
+        return json.loads(result.read_text())
 
 
 def flashinfer_overlay(base_pin: pin.BasePin) -> list[Path]:

@@ -6,16 +6,13 @@ The unpatched arm is upstream plus the self-test member alone. Each tree runs in
 process of its own, with the FlashInfer that its base pins; argvs on one tree share it.
 """
 
-import json
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
 
-from fork import ROOT, ForkError, fetch, geometry, pin, series
+from fork import ROOT, fetch, geometry, pin, series
 from fork.patch import Patch
 from fork.tree import WheelTree
 
@@ -55,14 +52,7 @@ def reports(
     wheel = WheelTree(fetch.upstream_wheel(the_pin, version))
     tree = geometry.patched_tree(wheel, members, the_pin)
     path = [tree, *geometry.flashinfer_overlay(base_pin), ROOT]
-    with tempfile.TemporaryDirectory() as folder:
-        ask, answer = Path(folder) / "request.json", Path(folder) / "result.json"
-        ask.write_text(json.dumps([list(request) for request in requests]))
-        command = ["-m", "fork.selftest_runner", str(ask), str(answer)]
-        done = geometry.child(command, path, cwd=folder)
-        if not answer.is_file():
-            raise ForkError(f"the self-test on {tree.name} died:\n{geometry.tail(done)}")
-        return json.loads(answer.read_text())
+    return geometry.answer("fork.selftest_runner", [list(r) for r in requests], path)
 
 
 def run(

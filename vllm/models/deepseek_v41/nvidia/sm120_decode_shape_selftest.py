@@ -20,12 +20,11 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from vllm.models.deepseek_v41.nvidia import sm120_selftest_argv as from_argv
 from vllm.models.deepseek_v41.nvidia.sm120_selftest_report import (
+    CALLS,
     Fact,
     Refusal,
     Report,
 )
-
-_CALLS = ("attention", "indexer")
 
 # Gates that a report may name one day; this build says nothing about them.
 _NOT_EVALUATED = ("memory", "ops", "toolchain")
@@ -51,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
         "--calls",
         type=_calls,
         metavar="A,B",
-        help=f"of {', '.join(_CALLS)}; all if not given",
+        help=f"of {', '.join(CALLS)}; all if not given",
     )
     parser.add_argument(
         "--rules-only", action="store_true", help="no GPU: the libraries' rules alone"
@@ -75,7 +74,7 @@ def _counts(text: str) -> list[int]:
 
 def _calls(text: str) -> list[str]:
     calls = text.split(",")
-    if unknown := set(calls) - set(_CALLS):
+    if unknown := set(calls) - set(CALLS):
         raise argparse.ArgumentTypeError(f"unknown call {sorted(unknown)[0]!r}")
     return calls
 
@@ -168,7 +167,7 @@ def judge(
     _weights(report, args.model, config)
     plan = _plan(config)
     ranks = int(args.tensor_parallel_size)
-    rules.run(report, plan, ranks, options.tokens, options.calls or _CALLS)
+    rules.run(report, plan, ranks, options.tokens, options.calls or CALLS)
     return plan
 
 

@@ -18,6 +18,9 @@ from typing import Any
 
 SCHEMA = 1
 
+# What the rules and the device can be asked about, by the rows' ``call``.
+CALLS = ("attention", "indexer")
+
 # Gates that end in NOT RUN: nothing about a kernel can be said.
 NOT_RUN_GATES = frozenset({"arguments", "checkpoint", "device"})
 

@@ -26,8 +26,6 @@ from vllm.models.deepseek_v41.nvidia.sm120_selftest_report import (
     Row,
 )
 
-CALLS = ("attention", "indexer")
-
 _GATES = {
     "heads": "heads",
     "width": "swa_width",
@@ -70,7 +68,7 @@ def run(
         plan: what vLLM plans.
         ranks: tensor-parallel ranks.
         tokens: token counts, or None for ``token_counts``.
-        calls: of ``CALLS``.
+        calls: of ``sm120_selftest_report.CALLS``.
     """
     limits = FlashInferLimits()
     tokens = tokens or token_counts(plan.config, limits.decode_tokens)
