@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is compared: upstream as it is, the fork as it is, and the fork with its layout
+opted in on a GPU that does not need it.
+
+An arm is a tree of vLLM (``stock``, or the fork's) and what is done to it before the
+engine starts, in the engine's own process.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One side of a comparison.
+
+    Attributes:
+        stock: True where upstream's own files are used.
+        prepare: called in the engine's process before vLLM builds anything.
+        about: one line for the reader.
+        same_hits: False where pages, and so prefix hits, differ on purpose.
+    """
+
+    stock: bool
+    prepare: Callable[[], None]
+    about: str
+    same_hits: bool = True
+
+
+def _nothing() -> None:
+    pass
+
+
+def _sm12x_pages_on_sm90() -> None:
+    """64 states in every compressed page and 64-token window pages, as on SM12x, where
+    FlashMLA and DeepGEMM read them too."""
+    from vllm.models.deepseek_v41.nvidia.flashmla import DeepseekV4FlashMLAAttention
+    from vllm.v1.attention.backends.mla import sm120_compressed_pages
+
+    sm120_compressed_pages.SM12X_FAMILY = 90
+    DeepseekV4FlashMLAAttention.swa_block_size = 64
+
+
+ARMS = {
+    "stock": Arm(True, _nothing, "upstream's files"),
+    "stock-again": Arm(True, _nothing, "upstream's files, in another process"),
+    "fork": Arm(False, _nothing, "the fork's wheel"),
+    "fork-again": Arm(False, _nothing, "the fork's wheel, in another process"),
+    "fork-pages": Arm(
+        False,
+        _sm12x_pages_on_sm90,
+        "the fork's wheel, SM12x's pages opted in on SM90",
+        same_hits=False,
+    ),
+}

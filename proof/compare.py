@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares what two engines answered, position by position.
+
+Two runs of one build never answer bit for bit alike (kernels sum in an order that
+varies, logits are bf16), so a difference means something only beside the differences of
+a build with itself. Every position gives one absolute difference of log-probabilities;
+their distribution is compared, not one number: a fault in paging may leave most
+positions alone (then its tail is long) or shift all of them a little (then its median
+moves). For each of the quantiles 50, 90 and 99 %::
+
+    excess = quantile(one arm against stock) / max(quantile(stock against stock), FLOOR)
+
+and the verdict is the largest. ``stock against stock`` pairs runs of two processes, so
+that what differs from start to start counts as noise too.
+"""
+
+import dataclasses
+import itertools
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+QUANTILES = (0.5, 0.9, 0.99)
+
+FLOOR = 2**-7
+"""Half a step between bf16 logits in [2, 4), where this model's largest lie, in nats:
+differences below it are rounding, even where stock repeats itself exactly."""
+
+SAME = 1.5
+"""An arm within noise stays below this excess. Quantiles of the same noise, from a few
+hundred to a few thousand positions, differ by less (the stock column shows by how much)."""
+
+FOUND = 10.0
+"""A planted fault has to reach this excess in the scenario made for it."""
+
+OTHER_KERNEL = 5.0
+"""Another attention kernel sums in another order and rounds its operands otherwise: an
+untuned Triton kernel in FlashMLA's place was seen to double stock's noise, where a slot
+fault was 30 times it. Between the two: 5."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What one engine process answered (the file that :mod:`proof.engine` writes)."""
+
+    arm: str
+    setup: str
+    record: dict[str, Any]
+
+    def answers(self, scenario: str, fault: str | None = None) -> list[np.ndarray]:
+        """One array of log-probabilities a run of the scenario."""
+        return [
+            np.concatenate([np.asarray(row["logprobs"]) for row in run["rows"]])
+            for run in self.record["runs"]
+            if run["scenario"] == scenario and run["fault"] == fault and not run["error"]
+        ]
+
+    def errors(self) -> list[str]:
+        """What went wrong while asking."""
+        return [
+            f"{self.setup}, {self.arm}, {run['scenario']}"
+            + (f", {run['fault']} planted" if run["fault"] else "")
+            + f": {run['error']}"
+            for run in self.record["runs"]
+            if run["error"]
+        ]
+
+    def hits(self, scenario: str) -> tuple[int, ...]:
+        """Prefix-cache hits in tokens, one a request."""
+        for run in self.record["runs"]:
+            if run["scenario"] == scenario and not run["fault"] and not run["error"]:
+                return tuple(row["cached"] for row in run["rows"])
+        return ()
+
+    def scenarios(self) -> list[str]:
+        """Those that were answered."""
+        good = (
+            run["scenario"] for run in self.record["runs"] if not (run["fault"] or run["error"])
+        )
+        return list(dict.fromkeys(good))
+
+    def faults(self) -> list[tuple[str, str]]:
+        """(fault, scenario), in the order in which they were planted."""
+        runs = (run for run in self.record["runs"] if run["fault"] and not run["error"])
+        pairs = [(run["fault"], run["scenario"]) for run in runs]
+        return list(dict.fromkeys(pairs))
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One line of the table: an arm, or a fault planted in one, against the reference.
+
+    Attributes:
+        compared: the arm or the fault.
+        differences: |difference| in nats, at every position of every pair of runs.
+        noise: quantiles of the reference against itself, in nats.
+        verdict: ``same``, ``differs``, ``found``, ``missed``, or ``-`` for the noise itself.
+        hits: prefix-cache hits in tokens, one a request; ``wanted`` the reference's.
+        positions: positions of one run.
+    """
+
+    setup: str
+    scenario: str
+    compared: str
+    differences: np.ndarray = dataclasses.field(repr=False)
+    noise: tuple[float, ...]
+    verdict: str
+    hits: tuple[int, ...]
+    wanted: tuple[int, ...]
+    positions: int
+
+    @property
+    def quantiles(self) -> tuple[float, ...]:
+        return quantiles(self.differences)
+
+    @property
+    def excess(self) -> float:
+        """The largest ratio of a quantile to the noise's."""
+        return excess(self.quantiles, self.noise)
+
+    def judged(self, same: float) -> "Line":
+        """With the verdict of an arm: the same up to that excess."""
+        word = "same" if self.excess <= same else "differs"
+        return dataclasses.replace(self, verdict=word)
+
+    def summary(self) -> dict[str, Any]:
+        """What a program reads: everything but the differences themselves."""
+        found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        del found["differences"]
+        return {**found, "quantiles": self.quantiles, "excess": self.excess}
+
+
+def load(folder: Path) -> list[Result]:
+    """Every result below a folder.
+
+    Raises:
+        ValueError: a file is not a result; names it.
+    """
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            record = json.loads(path.read_text())
+            found.append(Result(record["arm"], record["setup"], record))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path}: not a result of proof.engine ({type(error).__name__}: {error}); "
+                "delete it and run again"
+            ) from None
+    return found
+
+
+def differences(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> np.ndarray:
+    """|log-probability - log-probability| at every position, for every pair of runs.
+
+    Raises:
+        ValueError: runs of different length, or a log-probability that is no number.
+    """
+    lengths = {len(run) for run in (*one, *other)}
+    if len(lengths) != 1:
+        raise ValueError(f"runs of {sorted(lengths)} positions cannot be compared")
+    found = np.concatenate([np.abs(a - b) for a in one for b in other])
+    if not np.isfinite(found).all():
+        raise ValueError("a log-probability is not a finite number")
+    return found
+
+
+def quantiles(found: np.ndarray) -> tuple[float, ...]:
+    return tuple(float(value) for value in np.quantile(found, QUANTILES))
+
+
+def excess(found: Sequence[float], noise: Sequence[float]) -> float:
+    return max(f / max(n, FLOOR) for f, n in zip(found, noise, strict=True))
+
+
+def table(results: Iterable[Result], reference: str = "stock", same: float = SAME) -> list[Line]:
+    """Compares every arm with the reference arm, scenario by scenario.
+
+    Args:
+        results: of engine processes; the reference's second process is the arm
+            ``<reference>-again``, and without one its runs are compared with each other.
+        reference: the arm that the others are compared with.
+        same: the excess up to which an arm counts as the same.
+
+    Raises:
+        ValueError: two results do not have the same positions.
+    """
+    by_setup: dict[str, dict[str, Result]] = defaultdict(dict)
+    for result in results:
+        if result.record["runs"]:
+            by_setup[result.setup][result.arm] = result
+    lines: list[Line] = []
+    for arms in by_setup.values():
+        if reference in arms:
+            right, again = arms.pop(reference), arms.pop(f"{reference}-again", None)
+            for scenario in right.scenarios():
+                lines += _scenario(scenario, right, again, arms, same)
+    return lines
+
+
+def _scenario(
+    scenario: str, right: Result, again: Result | None, arms: dict[str, Result], same: float
+) -> Iterator[Line]:
+    runs = right.answers(scenario)
+    if again:
+        pairs = differences(runs, again.answers(scenario))
+    else:
+        two = itertools.combinations(runs, 2)
+        pairs = np.concatenate([differences([a], [b]) for a, b in two])
+    noise, wanted = quantiles(pairs), right.hits(scenario)
+
+    def line(compared: str, found: np.ndarray, hits: tuple[int, ...]) -> Line:
+        return Line(right.setup, scenario, compared, found, noise, "-", hits, wanted, len(runs[0]))
+
+    yield line(f"{right.arm} itself", pairs, wanted)
+    for name, arm in {right.arm: right, **arms}.items():
+        if arm is not right and scenario in arm.scenarios():
+            made = line(name, differences(arm.answers(scenario), runs), arm.hits(scenario))
+            yield made.judged(same)
+        for fault, place in arm.faults():
+            if place == scenario:
+                made = line(fault, differences(arm.answers(scenario, fault), runs), wanted)
+                word = "found" if made.excess >= FOUND else "missed"
+                yield dataclasses.replace(made, verdict=word)
