@@ -50,6 +50,19 @@ def exponent(spread: float, unit: float) -> int:
     return power if fraction >= math.sqrt(0.5) else power - 1
 
 
+def bits(tensor: model.Tensor) -> np.ndarray:
+    """The random bytes of a tensor, one a value (of ``fp4``, one for two)."""
+    own = raw(tensor.name, math.prod(tensor.shape))
+    shared = tensor.shared
+    if shared is None:
+        return own
+    columns = tensor.shape[1]
+    rows = raw(f"{shared.name}.{tensor.kind}", shared.rows * columns)
+    own = own.reshape(-1, shared.head, columns).copy()
+    own[:, : shared.rows] = rows.reshape(shared.rows, columns)
+    return own.reshape(-1)
+
+
 def make(tensor: model.Tensor, scaled: str | None = None) -> torch.Tensor:
     """A tensor of the checkpoint.
 
@@ -57,25 +70,31 @@ def make(tensor: model.Tensor, scaled: str | None = None) -> torch.Tensor:
         tensor: what to make.
         scaled: for ``e8m0``, the kind of the values that the scales belong to.
     """
-    bits = raw(tensor.name, math.prod(tensor.shape))
+    drawn = bits(tensor)
     if tensor.kind == "fp4":
-        return torch.from_numpy(bits.copy()).view(tensor.shape)
+        return torch.from_numpy(drawn.copy()).view(tensor.shape)
     if tensor.kind == "e8m0":
         middle = 127 + exponent(tensor.spread, _E2M1 if scaled == "fp4" else _E4M3)
-        scales = (middle - 1 + bits % 3).astype(np.uint8)
-        return torch.from_numpy(scales).view(tensor.shape).view(torch.float8_e8m0fnu)
+        scales = (middle - 1 + drawn % 3).astype(np.uint8).reshape(tensor.shape)
+        if tensor.shared:
+            heads = scales.reshape(-1, tensor.shared.head, tensor.shape[1])
+            heads[:, : tensor.shared.rows] += tensor.shared.louder
+        return torch.from_numpy(scales).view(torch.float8_e8m0fnu)
     steps = 2.0 * np.arange(256) - 255
     if tensor.kind == "fp8":
         spread = tensor.spread / (math.ldexp(1, exponent(tensor.spread, _E4M3)) * _JITTER)
         values = torch.from_numpy(steps * (spread / _UNIFORM)).to(torch.float8_e4m3fn)
     else:
         exact = tensor.middle + steps * (tensor.spread / _UNIFORM)
-        dtype = torch.bfloat16 if tensor.kind == "bf16" else torch.float32
+        dtype = torch.float32 if tensor.kind == "f32" else torch.bfloat16
         values = torch.from_numpy(exact).to(dtype)
     width = {1: np.uint8, 2: np.uint16, 4: np.uint32}[values.element_size()]
     table = values.view(torch.uint8).numpy().view(width)
-    made = torch.from_numpy(table[bits].view(np.uint8))
-    return made.view(values.dtype).view(tensor.shape)
+    made = torch.from_numpy(table[drawn].view(np.uint8))
+    made = made.view(values.dtype).view(tensor.shape)
+    if tensor.kind == "eye":
+        made.fill_diagonal_(1)
+    return made
 
 
 def shard(tensors: list[model.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -24,15 +24,13 @@ from typing import Any
 
 import numpy as np
 
+from . import arms
+
 QUANTILES = (0.5, 0.9, 0.99)
 
 FLOOR = 2**-7
 """Half a step between bf16 logits in [2, 4), where this model's largest lie, in nats:
 differences below it are rounding, even where stock repeats itself exactly."""
-
-SAME = 1.5
-"""An arm within noise stays below this excess. Quantiles of the same noise, from a few
-hundred to a few thousand positions, differ by less (the stock column shows by how much)."""
 
 FOUND = 10.0
 """A planted fault has to reach this excess in the scenario made for it."""
@@ -128,10 +126,13 @@ class Line:
         return dataclasses.replace(self, verdict=word)
 
     def summary(self) -> dict[str, Any]:
-        """What a program reads: everything but the differences themselves."""
+        """What a program reads: everything but the differences themselves. An infinite
+        figure is None."""
         found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         del found["differences"]
-        return {**found, "quantiles": self.quantiles, "excess": self.excess}
+        at = tuple(value if np.isfinite(value) else None for value in self.quantiles)
+        above = self.excess if np.isfinite(self.excess) else None
+        return {**found, "quantiles": at, "excess": above}
 
 
 def load(folder: Path) -> list[Result]:
@@ -154,36 +155,37 @@ def load(folder: Path) -> list[Result]:
 
 
 def differences(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> np.ndarray:
-    """|log-probability - log-probability| at every position, for every pair of runs.
+    """|log-probability - log-probability| at every position, for every pair of runs;
+    infinite where ``one`` has no number.
 
     Raises:
-        ValueError: runs of different length, or a log-probability that is no number.
+        ValueError: runs of different length, or no number in ``other``.
     """
     lengths = {len(run) for run in (*one, *other)}
     if len(lengths) != 1:
         raise ValueError(f"runs of {sorted(lengths)} positions cannot be compared")
+    if not all(np.isfinite(run).all() for run in other):
+        raise ValueError("a log-probability of the reference is not a finite number")
     found = np.concatenate([np.abs(a - b) for a in one for b in other])
-    if not np.isfinite(found).all():
-        raise ValueError("a log-probability is not a finite number")
-    return found
+    return np.where(np.isfinite(found), found, np.inf)
 
 
 def quantiles(found: np.ndarray) -> tuple[float, ...]:
-    return tuple(float(value) for value in np.quantile(found, QUANTILES))
+    # Not interpolated: between two infinite values that gives no number.
+    return tuple(float(value) for value in np.quantile(found, QUANTILES, method="higher"))
 
 
 def excess(found: Sequence[float], noise: Sequence[float]) -> float:
     return max(f / max(n, FLOOR) for f, n in zip(found, noise, strict=True))
 
 
-def table(results: Iterable[Result], reference: str = "stock", same: float = SAME) -> list[Line]:
+def table(results: Iterable[Result], reference: str = "stock") -> list[Line]:
     """Compares every arm with the reference arm, scenario by scenario.
 
     Args:
         results: of engine processes; the reference's second process is the arm
             ``<reference>-again``, and without one its runs are compared with each other.
         reference: the arm that the others are compared with.
-        same: the excess up to which an arm counts as the same.
 
     Raises:
         ValueError: two results do not have the same positions.
@@ -191,18 +193,20 @@ def table(results: Iterable[Result], reference: str = "stock", same: float = SAM
     by_setup: dict[str, dict[str, Result]] = defaultdict(dict)
     for result in results:
         if result.record["runs"]:
-            by_setup[result.setup][result.arm] = result
+            other = result.record["like"]
+            name = f"{result.arm}, {result.setup}" if other else result.arm
+            by_setup[other or result.setup][name] = result
     lines: list[Line] = []
-    for arms in by_setup.values():
-        if reference in arms:
-            right, again = arms.pop(reference), arms.pop(f"{reference}-again", None)
+    for found in by_setup.values():
+        if reference in found:
+            right, again = found.pop(reference), found.pop(f"{reference}-again", None)
             for scenario in right.scenarios():
-                lines += _scenario(scenario, right, again, arms, same)
+                lines += _scenario(scenario, right, again, found)
     return lines
 
 
 def _scenario(
-    scenario: str, right: Result, again: Result | None, arms: dict[str, Result], same: float
+    scenario: str, right: Result, again: Result | None, others: dict[str, Result]
 ) -> Iterator[Line]:
     runs = right.answers(scenario)
     if again:
@@ -216,10 +220,10 @@ def _scenario(
         return Line(right.setup, scenario, compared, found, noise, "-", hits, wanted, len(runs[0]))
 
     yield line(f"{right.arm} itself", pairs, wanted)
-    for name, arm in {right.arm: right, **arms}.items():
+    for name, arm in {right.arm: right, **others}.items():
         if arm is not right and scenario in arm.scenarios():
             made = line(name, differences(arm.answers(scenario), runs), arm.hits(scenario))
-            yield made.judged(same)
+            yield made.judged(arms.ARMS[arm.arm].same)
         for fault, place in arm.faults():
             if place == scenario:
                 made = line(fault, differences(arm.answers(scenario, fault), runs), wanted)

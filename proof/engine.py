@@ -36,6 +36,10 @@ class Setup:
         repeats: how often they are asked in one process.
         options: of ``vllm.LLM``, beside the common ones.
         loads: False where loading is expected to fail; nothing is asked then.
+        like: the set-up whose answers these should be, if another.
+        faults: whether faults are planted; in eager mode, where Python runs every step.
+        arms: those of a comparison with stock. A second process of stock only where the
+            first had not shown that starting again adds no noise to asking again.
     """
 
     variant: str
@@ -43,22 +47,39 @@ class Setup:
     repeats: int = 2
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     loads: bool = True
+    like: str | None = None
+    faults: bool = False
+    arms: tuple[str, ...] = ("stock", "fork")
 
+
+_GRAPHS: dict[str, Any] = {
+    "enforce_eager": False,
+    "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8]},
+}
+
+_ALL = ("stock", "stock-again", "fork", "fork-pages")
 
 SETUPS = {
     "eager": Setup(
         "text",
-        ("short", "long", "decode", "warm", "evicted", "preempted", "mixed"),
+        ("few", "short", "long", "far", "decode", "warm", "evicted", "preempted", "mixed"),
         options={"enforce_eager": True},
+        faults=True,
+        arms=_ALL,
     ),
     "graphs": Setup(
         "text",
         ("decode", "warm", "mixed", "preempted"),
-        options={
-            "enforce_eager": False,
-            "block_size": 128,
-            "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8]},
-        },
+        options=_GRAPHS,
+        arms=_ALL,
+    ),
+    "block-128": Setup(
+        "text",
+        ("decode", "warm", "mixed"),
+        options={**_GRAPHS, "block_size": 128},
+        like="graphs",
+        # On SM90 upstream's own layout refuses blocks of 128 tokens.
+        arms=("fork-pages",),
     ),
     "no-replay": Setup(
         "text",
@@ -72,6 +93,8 @@ SETUPS = {
             "enforce_eager": True,
             "speculative_config": {"method": "dspark", "num_speculative_tokens": 5},
         },
+        faults=True,
+        arms=_ALL,
     ),
     "engram": Setup("engram", ("short", "long", "decode", "warm"), options={"enforce_eager": True}),
     "vision": Setup(
@@ -89,6 +112,7 @@ SETUPS = {
         (),
         options={"enforce_eager": True, "hf_overrides": {"vision_n_layers": 0}},
         loads=False,
+        arms=("stock",),
     ),
 }
 
@@ -207,7 +231,7 @@ class Engine:
                 values.append(round(float(logprob.logprob), 6))
         if imposed is not None and tuple(said) != imposed:
             raise RuntimeError(f"{scenario}/{request.name}: the continuation was not imposed")
-        return [Row(scenario, request.name, where, cached, values)]
+        return [Row(scenario, request.name, where, cached, values[request.since :])]
 
     def forget(self) -> None:
         """Empties the prefix cache."""
@@ -273,7 +297,8 @@ def ask(engine: Engine, names: Sequence[str]) -> Iterator[dict[str, Any]]:
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Runs a job: starts the engine, asks, plants the faults and asks again."""
     setup = SETUPS[job["setup"]]
-    result: dict[str, Any] = {**job, "variant": setup.variant, "runs": [], "failed": None}
+    result: dict[str, Any] = {**job, "variant": setup.variant, "like": setup.like}
+    result |= {"runs": [], "failed": None}
     start = time.monotonic()
     try:
         arms.ARMS[job["arm"]].prepare()

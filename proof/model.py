@@ -36,6 +36,8 @@ KV_SOURCES = {2: 2, 4: 1}
 INDEX_SOURCES = (2, 4, 5)
 INDEX_HEADS = 32
 INDEX_DIM = 128
+KNOWN = INDEX_DIM
+"""Dimensions of the latent that the indexer sees, without position (RoPE is on the last 64)."""
 WORDS = 4096
 """Vocabulary of the text variants."""
 IMAGE_TOKEN = 129264
@@ -51,6 +53,8 @@ NGRAM_COLUMNS = 3 * 8
 """(max_ngram_size - 1) * n_heads."""
 COMPRESSED_WORDS = 3072
 """The last quarter of the vocabulary spells the third quarter in capitals."""
+KEY = 1.5
+"""Norm of keys, which are the values too."""
 VISION_DIM = 256
 VISION_MLP = 512
 VISION_LAYERS = 2
@@ -67,10 +71,12 @@ class Tensor:
     Attributes:
         name: as DeepSeek spells it.
         shape: in elements; for ``fp4``, of the packed bytes (two values each).
-        kind: ``bf16``, ``f32``, ``fp8`` (e4m3), ``fp4`` (two e2m1 a byte), ``e8m0``.
+        kind: ``bf16``, ``f32``, ``fp8`` (e4m3), ``fp4`` (two e2m1 a byte), ``e8m0``, or
+            ``eye``: bf16 with ones on the diagonal.
         spread: standard deviation of the values; for ``e8m0``, of the values that the
             scales belong to.
         middle: mean of the values.
+        shared: rows that come from another stream; None where all are the tensor's own.
     """
 
     name: str
@@ -78,6 +84,29 @@ class Tensor:
     kind: str
     spread: float = 0.0
     middle: float = 0.0
+    shared: "Shared | None" = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """Rows of a query projection that all heads have in common, and the indexer too.
+
+    In a trained model the indexer chooses what attention looks at, so that which of two
+    equal scores it takes last hardly matters. Random weights would make that choice a
+    coin's, and every rounding visible. Here all heads share the rows of the first KNOWN
+    dimensions, those that the indexer's keys are made of, and these count most.
+
+    Attributes:
+        name: the stream of bits that the rows come from.
+        head: rows of one head.
+        rows: how many of them, the first, are shared.
+        louder: powers of two by which they are larger.
+    """
+
+    name: str
+    head: int
+    rows: int
+    louder: int = 0
 
 
 def config(variant: str) -> dict[str, Any]:
@@ -102,7 +131,7 @@ def tensors(variant: str) -> dict[str, list[Tensor]]:
     words = config(variant)["text_config"]["vocab_size"]
     shards = {f"layer-{layer}": list(_layer(layer)) for layer in range(LAYERS)}
     shards[f"words-{words}"] = [
-        Tensor("embed.weight", (words, HIDDEN), "bf16", 3.0),
+        Tensor("embed.weight", (words, HIDDEN), "bf16", 3.0, 1.0),
         Tensor("head.weight", (words, HIDDEN), "bf16", 2 / math.sqrt(HIDDEN)),
         _norm("norm.weight", HIDDEN),
     ]
@@ -119,11 +148,16 @@ def _norm(name: str, width: int, middle: float = 1.0) -> Tensor:
     return Tensor(name, (width,), "bf16", middle / 7, middle)
 
 
-def _quantized(name: str, rows: int, columns: int, gain: float = 1.0) -> Iterator[Tensor]:
+def _quantized(
+    name: str, rows: int, columns: int, gain: float = 1.0, shared: Shared | None = None
+) -> Iterator[Tensor]:
     """An MXFP8 matrix that keeps the scale of its input, times ``gain``."""
     spread = gain / math.sqrt(columns)
-    yield Tensor(f"{name}.weight", (rows, columns), "fp8", spread)
-    yield Tensor(f"{name}.scale", (-(-rows // BLOCK), columns // BLOCK), "e8m0", spread)
+    yield Tensor(f"{name}.weight", (rows, columns), "fp8", spread, shared=shared)
+    if shared:
+        shared = dataclasses.replace(shared, head=shared.head // BLOCK, rows=shared.rows // BLOCK)
+    shape = (-(-rows // BLOCK), columns // BLOCK)
+    yield Tensor(f"{name}.scale", shape, "e8m0", spread, shared=shared)
 
 
 def _expert(name: str, rows: int, columns: int, gain: float) -> Iterator[Tensor]:
@@ -142,17 +176,17 @@ def _block(prefix: str, experts: int) -> Iterator[Tensor]:
         yield Tensor(f"{prefix}.hc_{part}_scale", (3,), "f32", 0.1, 1.0)
         yield _norm(f"{prefix}.{part}_norm.weight", HIDDEN)
     attn = f"{prefix}.attn"
-    # Scores q.k / sqrt(512) spread by about the norm of k: 3 makes a few tokens
-    # dominate, as in a trained model, so that a wrong record shows.
-    yield _norm(f"{attn}.kv_norm.weight", HEAD_DIM, 3.0)
+    # Scores q.k / sqrt(512) then spread by about 3: a few tokens dominate, as in a
+    # trained model, so that a wrong record shows.
+    yield _norm(f"{attn}.kv_norm.weight", HEAD_DIM, KEY)
     yield _norm(f"{attn}.q_norm.weight", Q_LORA)
     # Log-sum-exp of such scores over a window is about 9.
     yield Tensor(f"{attn}.attn_sink", (HEADS,), "f32", 1.0, 9.0)
     yield from _quantized(f"{attn}.wq_a", Q_LORA, HIDDEN)
     yield from _quantized(f"{attn}.wkv", HEAD_DIM, HIDDEN)
-    yield from _quantized(f"{attn}.wq_b", HEADS * HEAD_DIM, Q_LORA)
+    yield from _quantized(f"{attn}.wq_b", HEADS * HEAD_DIM, Q_LORA, shared=_known(prefix, HEAD_DIM))
     yield from _quantized(f"{attn}.wo_a", GROUPS * O_LORA, HEADS * HEAD_DIM // GROUPS)
-    yield from _quantized(f"{attn}.wo_b", HIDDEN, GROUPS * O_LORA)
+    yield from _quantized(f"{attn}.wo_b", HIDDEN, GROUPS * O_LORA, 2.0)
     ffn = f"{prefix}.ffn"
     yield Tensor(f"{ffn}.gate.weight", (experts, HIDDEN), "bf16", 2 / math.sqrt(HIDDEN))
     yield Tensor(f"{ffn}.gate.bias", (experts,), "f32", 0.1)
@@ -176,16 +210,22 @@ def _layer(layer: int) -> Iterator[Tensor]:
             yield Tensor(
                 f"{owner}.{name}.weight", (HEAD_DIM, HIDDEN), "bf16", 1 / math.sqrt(HIDDEN)
             )
-        yield _norm(f"{owner}.norm.weight", HEAD_DIM, 3.0)
+        yield _norm(f"{owner}.norm.weight", HEAD_DIM, KEY)
         owner = f"{prefix}.attn.indexer"
-        yield Tensor(f"{owner}.wk.weight", (INDEX_DIM, HEAD_DIM), "bf16", 1 / math.sqrt(HEAD_DIM))
+        yield Tensor(f"{owner}.wk.weight", (INDEX_DIM, HEAD_DIM), "eye", 0.01)
         yield _norm(f"{owner}.k_norm.weight", INDEX_DIM)
     if layer in INDEX_SOURCES:
         owner = f"{prefix}.attn.indexer"
-        yield from _quantized(f"{owner}.wq_b", INDEX_HEADS * INDEX_DIM, Q_LORA)
-        yield Tensor(
-            f"{owner}.weights_proj.weight", (INDEX_HEADS, HIDDEN), "bf16", 1 / math.sqrt(HIDDEN)
-        )
+        shared = _known(prefix, INDEX_DIM)
+        yield from _quantized(f"{owner}.wq_b", INDEX_HEADS * INDEX_DIM, Q_LORA, shared=shared)
+        # Positive for nearly every token, since embeddings have a mean.
+        spread = 0.3 / math.sqrt(HIDDEN)
+        shape = (INDEX_HEADS, HIDDEN)
+        yield Tensor(f"{owner}.weights_proj.weight", shape, "bf16", spread, 3 * spread)
+
+
+def _known(prefix: str, head: int) -> Shared:
+    return Shared(f"{prefix}.known", head, KNOWN, louder=2)
 
 
 def _engram() -> Iterator[Tensor]:

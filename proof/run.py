@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from . import arms, checkpoint, report
@@ -27,7 +28,6 @@ from .engine import SETUPS
 
 ROOT = Path(__file__).resolve().parents[1]
 
-COMPARED = ("stock", "stock-again", "fork", "fork-pages")
 LOCAL = ("fork", "fork-again")
 
 ENVIRONMENT = {
@@ -54,23 +54,14 @@ class Job:
         return f"{self.setup}.{self.arm}"
 
 
-def jobs(names: tuple[str, ...], setups: tuple[str, ...]) -> list[Job]:
-    """The processes of a proof, those with faults first: they take longest.
-
-    Some pairs are left out, since they would show nothing more: SM12x's pages where
-    another part of the model is what is looked at, a second process where the first
-    showed that starting again adds no noise to asking again.
-    """
+def jobs(names: Sequence[str], setups: Sequence[str], local: bool) -> list[Job]:
+    """The processes of a proof, those with faults first: they take longest."""
     found = []
     for setup in setups:
         for arm in names:
-            if not SETUPS[setup].loads and arm != names[0]:
-                continue
-            if arm == "fork-pages" and setup not in ("eager", "graphs", "dspark"):
-                continue
-            if arm == "stock-again" and setup not in ("eager", "graphs", "dspark"):
-                continue
-            found.append(Job(arm, setup, faults=arm == "fork" and setup in ("eager", "dspark")))
+            chosen = SETUPS[setup]
+            if (arm in chosen.arms or local) and (chosen.loads or arm == names[0]):
+                found.append(Job(arm, setup, faults=chosen.faults and arm == "fork"))
     return sorted(found, key=lambda job: not job.faults)
 
 
@@ -160,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs what is missing; returns the exit code."""
     until = time.monotonic() + args.seconds
     runner = Runner(args.work.resolve(), args.site, args.stock, until)
-    wanted = jobs(tuple(args.arms), tuple(args.setups))
+    wanted = jobs(args.arms, args.setups, args.local)
     todo = missing(runner, wanted)
     if todo:
         variants = tuple(dict.fromkeys(SETUPS[job.setup].variant for job in todo))
@@ -227,7 +218,7 @@ def main() -> None:
                 "(proof/README.md), or compare the installed fork with itself: --local"
             )
         args.site = args.stock = None
-    args.arms = args.arms or list(LOCAL if args.local else COMPARED)
+    args.arms = args.arms or list(LOCAL if args.local else arms.ARMS)
     args.jobs = args.jobs or (1 if args.local else 6)
     if shutil.which("nvidia-smi") is None:
         sys.exit("error: no NVIDIA GPU here (no nvidia-smi)")

@@ -15,6 +15,8 @@ from . import model
 
 CHUNK = 1024
 """max_num_batched_tokens of every engine: longer prompts are prefilled in chunks."""
+ASKED = 2826
+"""A few tokens more than 22 * 128: hits end at the same token for blocks of 64 and 128."""
 _SPOKEN = 4000
 """Tokens are drawn below this: the last ones are the draft's noise and the like."""
 
@@ -29,12 +31,14 @@ class Request:
         forced: the continuation; empty asks for the prompt's own log-probabilities,
             which switches prefix hits off (vLLM's rule).
         images: side lengths in pixels, one image a placeholder.
+        since: answers at earlier positions are left out.
     """
 
     name: str
     prompt: tuple[int, ...]
     forced: tuple[int, ...] = ()
     images: tuple[int, ...] = ()
+    since: int = 0
 
 
 @dataclasses.dataclass
@@ -58,6 +62,15 @@ def tokens(name: str, count: int) -> tuple[int, ...]:
     return tuple(draw.randrange(3, _SPOKEN) for _ in range(count))
 
 
+def few(engine: Any) -> list[Row]:
+    """Prompts of a few tokens, where every single one counts."""
+    engine.forget()
+    lengths = (1, 2, 3, 4, 5, 6, 7, 9)
+    return engine.run(
+        "few", [Request(f"{n}", tokens(f"few{n}", n), tokens(f"little{n}", 12)) for n in lengths]
+    )
+
+
 def short(engine: Any) -> list[Row]:
     """Prompts around the window (128) and page (32, 64) boundaries."""
     lengths = (5, 64, 127, 129, 300)
@@ -65,9 +78,14 @@ def short(engine: Any) -> list[Row]:
 
 
 def long(engine: Any) -> list[Row]:
-    """Prompts beyond the indexer's 512 and the candidates' 1024, in chunks."""
+    """Prompts of one to three chunks, together."""
     lengths = (700, 1500, 3000)
     return engine.run("long", [Request(f"{n}", tokens(f"long{n}", n)) for n in lengths])
+
+
+def far(engine: Any) -> list[Row]:
+    """Where indexer (512 states, so 1024 tokens of ratio 2) and candidates (1024) choose."""
+    return engine.run("far", [Request("4000", tokens("far", 4000), since=1100)])
 
 
 def decode(engine: Any) -> list[Row]:
@@ -83,7 +101,7 @@ def decode(engine: Any) -> list[Row]:
 def warm(engine: Any) -> list[Row]:
     """A prompt asked again, with more at its end: answered from the prefix cache."""
     engine.forget()
-    prompt = tokens("warm", 2900)
+    prompt = tokens("warm", ASKED)
     engine.run("cold", [Request("cold", prompt, tokens("first", 8))])
     again = Request("again", prompt + tokens("more", 60), tokens("second", 96))
     return engine.run("warm", [again])
@@ -92,7 +110,7 @@ def warm(engine: Any) -> list[Row]:
 def evicted(engine: Any) -> list[Row]:
     """The same after the later half of what it left in the cache was evicted."""
     engine.forget()
-    prompt = tokens("evicted", 2900)
+    prompt = tokens("evicted", ASKED)
     engine.run("cold", [Request("cold", prompt, tokens("first", 8))])
     engine.evict_later_half("cold")
     again = Request("again", prompt + tokens("more", 60), tokens("second", 96))
@@ -153,5 +171,5 @@ def image(engine: Any) -> list[Row]:
 
 SCENARIOS: dict[str, Callable[[Any], list[Row]]] = {
     scenario.__name__: scenario
-    for scenario in (short, long, decode, warm, evicted, preempted, mixed, drafted, image)
+    for scenario in (few, short, long, far, decode, warm, evicted, preempted, mixed, drafted, image)
 }

@@ -29,7 +29,9 @@ def checkpoint_names(hf_config, vision_layers: int = 32) -> set[str]:
         prefix = f"layers.{layer}"
         names += block(prefix, c.n_routed_experts)
         if layer in c.kv_source_layer_ids:
-            names += [f"{prefix}.attn.compressor.{n}.weight" for n in ("wkv", "wgate", "norm")]
+            # Ratio 1 pools single tokens and has no gate.
+            pooled = ("wkv", "wgate", "norm") if c.compress_ratios[layer] > 1 else ("wkv", "norm")
+            names += [f"{prefix}.attn.compressor.{n}.weight" for n in pooled]
             names += [f"{prefix}.attn.indexer.{n}.weight" for n in ("wk", "k_norm")]
         if layer in c.index_source_layer_ids:
             names += quantized(f"{prefix}.attn.indexer.wq_b")

@@ -446,12 +446,12 @@ class _Notes:
         """Puts a tiny parameter that takes notes in the place of each real one."""
         self.parts: dict[str, set[tuple[Any, ...]]] = {}
         self.values: dict[str, nn.Parameter] = {}
-        self.experts: dict[str, int] = {}
+        self.shapes: dict[str, torch.Size] = {}
         self.count = 0
         tiny: dict[int, nn.Parameter] = {}
         for name, parameter in model.named_parameters():
             tiny[id(parameter)] = self._tiny(name)
-            self.experts[name] = parameter.shape[0] if parameter.ndim else 0
+            self.shapes[name] = parameter.shape
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
@@ -477,18 +477,20 @@ class _Notes:
         """Parameters, or parts of them, that nothing was fed to.
 
         Which shards a parameter has is known from others of its kind: the same name in
-        another layer.
+        another layer, of the same shape (a compressor of ratio 1 has no gate, and half
+        the rows).
         """
-        shards: dict[str, set[Any]] = defaultdict(set)
+        shards: dict[Any, set[Any]] = defaultdict(set)
         for name, parts in self.parts.items():
             # Before 0.33 attention sinks are written without their weight_loader.
             if not parts and not bool(self.values[name].isnan().any()):
                 parts.add(())
-            shards[_DIGITS.sub("N", name)] |= {part[:1] for part in parts}
+            kind = _DIGITS.sub("N", name), self.shapes[name]
+            shards[kind] |= {part[:1] for part in parts}
         for name, parts in self.parts.items():
-            expected = shards[_DIGITS.sub("N", name)]
+            expected = shards[_DIGITS.sub("N", name), self.shapes[name]]
             if any(len(part) == 2 for part in parts):
-                experts = range(self.experts[name])
+                experts = range(self.shapes[name][0])
                 expected = {(*shard, i) for shard in expected for i in experts}
             missing = sorted(expected - parts, key=str)
             if not parts:
