@@ -125,10 +125,14 @@ def stride_off(engine: Any, replace: Callable, change: Callable) -> None:
 
 @_cleared
 def indexer_page_offset(engine: Any, replace: Callable, change: Callable) -> None:
-    """Layer 2's indexer reads its key pages 1152 bytes (nine keys) too far on."""
-    indexer = _layer(engine, 2).indexer
-    forward = indexer.indexer_op.forward
-    cache = indexer.k_cache
+    """Every indexer reads its key pages 1152 bytes (nine keys) too far on."""
+    for layer in engine.language_model.model.layers:
+        if layer.attn.indexer is not None:
+            _read_further_on(layer.attn.indexer, replace)
+
+
+def _read_further_on(indexer: Any, replace: Callable) -> None:
+    forward, cache = indexer.indexer_op.forward, indexer.k_cache
 
     def planted(*args: Any, **kwargs: Any) -> Any:
         right = cache.kv_cache

@@ -121,7 +121,7 @@ def preempted(engine: Any) -> list[Row]:
     """More requests than a tiny pool can hold: some are preempted and start again."""
     engine.forget()
     asked = [
-        Request(f"{i}", tokens(f"preempted{i}", 60), tokens(f"kept{i}", 200)) for i in range(6)
+        Request(f"{i}", tokens(f"preempted{i}", 60), tokens(f"kept{i}", 110)) for i in range(6)
     ]
     most = engine.blocks_of(asked[0])
     engine.forget()
