@@ -323,6 +323,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         for answer in ask(engine, setup.scenarios[:1]):
             result["runs"].append({"repeat": setup.repeats, "fault": None, **answer})
     result["all_seconds"] = round(time.monotonic() - start, 1)
+    result["gpu_gib"] = _gpu_gib()
     return result
 
 
@@ -342,6 +343,13 @@ def _about(engine: Engine, seconds: float) -> dict[str, Any]:
         "swa_page": layer.swa_cache_layer.block_size,
         "pages": _pages(engine),
     }
+
+
+def _gpu_gib() -> float:
+    """The most GPU memory that torch held in this process, in GiB."""
+    import torch
+
+    return round(torch.cuda.max_memory_reserved() / (1 << 30), 1)
 
 
 def _pages(engine: Engine) -> dict[str, list[int]]:
