@@ -76,7 +76,7 @@ class Plan:
         block_size = module.manager_block_size(config)
         plan = KVPlan(config)
         self.config, self.layers, self.specs = plan.config, plan.layers, plan.specs
-        self.views, self.builder = plan.views, plan.builder
+        self.views, self.builder, self.groups = plan.views, plan.builder, plan.groups
         self.kv_cache_config, self.block_stride = plan.kv_cache_config, plan.block_stride
         self._compare(expected, block_size)
 
@@ -95,7 +95,9 @@ class Plan:
                 f"{expected.get(odd[0])} instead of {real.get(odd[0])}"
             )
 
-    def manager(self, blocks: int) -> tuple[Any, Callable[[list[int], str], Any]]:
+    def manager(
+        self, blocks: int, caching: bool = True
+    ) -> tuple[Any, Callable[[list[int], str], Any]]:
         """A KVCacheManager over ``blocks`` blocks, and what makes its requests."""
         from vllm.models.deepseek_v41.nvidia.sm120_kv_plan import call
         from vllm.sampling_params import SamplingParams
@@ -116,7 +118,7 @@ class Plan:
             scheduler_block_size=scheduler,
             hash_block_size=hashing,
             max_in_flight_tokens=self.config.scheduler_config.max_num_batched_tokens,
-            enable_caching=True,
+            enable_caching=caching,
         )
         hash_fn = get_hash_fn_by_name("sha256")
         kv_cache_utils.init_none_hash(hash_fn)
