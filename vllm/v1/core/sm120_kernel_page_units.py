@@ -183,3 +183,5 @@ def keep_kernel_pages(
         values = {getattr(spec, name) for spec in specs}
         assert len(values) == 1, f"All layers in a KV cache group need one {name}."
         object.__setattr__(merged, name, values.pop())
+    if merged.kernel_page_tokens:  # what its kernel pages are padded to; merge drops it
+        object.__setattr__(merged, "alignment", specs[0].alignment)
