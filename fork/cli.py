@@ -260,7 +260,7 @@ def geometry(
 
         plots.block(result, plot)
     patched = result["trees"]["patched"]
-    if "error" in patched or patched["problems"]:
+    if "error" in patched or patched.get("problems"):
         raise typer.Exit(1)
     if not all(row["legal"] for row in patched["specs"]):
         raise typer.Exit(1)
