@@ -4,6 +4,7 @@
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -36,6 +37,9 @@ Where = Annotated[
 ]
 Members = Annotated[
     str | None, typer.Option(help="Comma-separated members of the series; all if not given.")
+]
+Plot = Annotated[
+    Path | None, typer.Option("--plot", help="Draw it here (png, svg, pdf); needs matplotlib.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -232,10 +236,12 @@ def geometry(
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write the result here; '-' is standard output.")
     ] = None,
+    plot: Plot = None,
 ) -> None:
     """Show pages and states that vLLM itself plans, stock and patched, on this CPU.
 
-    Exit 1 where a patched page is one that no SM12x kernel takes, or vLLM refuses to plan.
+    Exit 1 where a patched page is one that no SM12x kernel takes or finds, or vLLM refuses
+    to plan. VLLM_SM120_KV_LAYOUT chooses the patched tree's layout, as it does when serving.
     """
     from fork import geometry as module
     from fork.geometry_table import show
@@ -248,6 +254,20 @@ def geometry(
             module.default_argv(block_size),
             say=spinner.update,
         )
+    _give(result, json_path, show)
+    if plot is not None:
+        from fork import plots
+
+        plots.block(result, plot)
+    patched = result["trees"]["patched"]
+    if "error" in patched or patched.get("problems"):
+        raise typer.Exit(1)
+    if not all(row["legal"] for row in patched["specs"]):
+        raise typer.Exit(1)
+
+
+def _give(result: dict, json_path: Path | None, show: Callable[[dict, Console], None]) -> None:
+    """Writes JSON where it is asked for, and shows a table unless it went to stdout."""
     if json_path is not None:
         text = json.dumps(result, indent=1) + "\n"
         if str(json_path) == "-":
@@ -256,8 +276,57 @@ def geometry(
             _write_beside(json_path, text)
     if str(json_path) != "-":
         show(result, out)
-    patched = result["trees"]["patched"]
-    if "error" in patched or not all(row["legal"] for row in patched["specs"]):
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def capacity(
+    memory_gib: Annotated[
+        float,
+        typer.Option(
+            help="KV cache memory of one rank, in GiB: what vLLM logs as available KV cache memory."
+        ),
+    ],
+    argv: Annotated[
+        list[str] | None,
+        typer.Argument(help="After --, what follows `vllm serve`; a V4.1 at TP 4 if not given."),
+    ] = None,
+    base: Base = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="Tokens of the requests to count, comma-separated.")
+    ] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write the result here; '-' is standard output.")
+    ] = None,
+    plot: Plot = None,
+) -> None:
+    """How many tokens and requests fit: stock, and both layouts of the patched tree.
+
+    By vLLM's own planner and cache manager, on this CPU. Releases before 0.32 have no
+    kernel-page-units. Exit 1 where vLLM plans none of the patched layouts.
+    """
+    from fork import capacity as module
+    from fork import geometry as trees
+
+    try:
+        asked = [int(x) for x in lengths.split(",")] if lengths else module.LENGTHS
+    except ValueError:
+        raise typer.BadParameter(f"{lengths!r}: whole numbers, comma-separated") from None
+    with err.status("starting") as spinner:
+        result = module.measure(
+            pin.load(),
+            series.members(),
+            argv or trees.default_argv(),
+            memory_gib,
+            base,
+            asked,
+            say=spinner.update,
+        )
+    _give(result, json_path, module.show)
+    if plot is not None:
+        from fork import plots
+
+        plots.capacity(result, plot)
+    if all("error" in found for name, found in result["layouts"].items() if name != "stock"):
         raise typer.Exit(1)
 
 

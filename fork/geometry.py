@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
@@ -149,8 +149,17 @@ def _unpack(wheel: WheelTree, folder: Path) -> None:
         archive.extractall(folder, names)
 
 
-def child(command: list[str], path: Sequence[Path], **kwargs: Any) -> subprocess.CompletedProcess:
-    """Runs Python with that path first, without a GPU and without a hub."""
+def child(
+    command: list[str],
+    path: Sequence[Path],
+    environment: Mapping[str, str] | None = None,
+    **kwargs: Any,
+) -> subprocess.CompletedProcess:
+    """Runs Python with that path first, without a GPU and without a hub.
+
+    Args:
+        environment: what to add to this process's own.
+    """
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, path)),
         "CUDA_VISIBLE_DEVICES": "",
@@ -158,6 +167,7 @@ def child(command: list[str], path: Sequence[Path], **kwargs: Any) -> subprocess
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
         "HF_HUB_OFFLINE": "1",
+        **(environment or {}),
     }
     try:
         return subprocess.run(
@@ -173,15 +183,25 @@ def child(command: list[str], path: Sequence[Path], **kwargs: Any) -> subprocess
 
 
 def plan(
-    tree: Path, argvs: Sequence[Sequence[str]], capability: tuple[int, int] = (12, 0)
+    tree: Path,
+    argvs: Sequence[Sequence[str]],
+    capability: tuple[int, int] = (12, 0),
+    layout: str | None = None,
+    **more: Any,
 ) -> list[dict[str, Any]]:
     """What vLLM in ``tree`` plans for each argv: a plan, or ``{"error": message}``.
+
+    Args:
+        layout: of V4.1's compressed caches, as VLLM_SM120_KV_LAYOUT names it; what the
+            environment says if None.
+        more: what else the request has (fork/planner.py).
 
     Raises:
         ForkError: the process died.
     """
-    request = {"argvs": argvs, "capability": capability}
-    results = answer("fork.planner", request, [tree, ROOT])
+    request = {"argvs": argvs, "capability": capability, **more}
+    environment = {"VLLM_SM120_KV_LAYOUT": layout} if layout else {}
+    results = answer("fork.planner", request, [tree, ROOT], environment)
     return [result.get("plan") or {"error": result["error"]} for result in results]
 
 
@@ -194,11 +214,17 @@ def _flashinfer_rules(base_pin: pin.BasePin) -> dict[str, rules.PageRule]:
     return {kind: rules.PageRule.from_json(rule) for kind, rule in found.items()}
 
 
-def answer(module: str, request: Any, path: Sequence[Path]) -> Any:
+def answer(
+    module: str,
+    request: Any,
+    path: Sequence[Path],
+    environment: Mapping[str, str] | None = None,
+) -> Any:
     """What ``python -m module REQUEST.json RESULT.json`` writes, as JSON.
 
     Args:
         path: the child's, the tree it is about first.
+        environment: what to add to this process's own.
 
     Raises:
         ForkError: the child died.
@@ -206,7 +232,7 @@ def answer(module: str, request: Any, path: Sequence[Path]) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         asked, result = Path(folder) / "request.json", Path(folder) / "result.json"
         asked.write_text(json.dumps(request))
-        done = child(["-m", module, str(asked), str(result)], path, cwd=folder)
+        done = child(["-m", module, str(asked), str(result)], path, environment, cwd=folder)
         if not result.is_file():
             raise ForkError(f"{module} on {path[0].name} died:\n{tail(done)}")
         return json.loads(result.read_text())

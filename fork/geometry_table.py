@@ -48,8 +48,11 @@ def _show_tree(name: str, plan: dict[str, Any], console: Console) -> None:
             "[green]yes[/]" if row["legal"] else f"[red]no[/]: {escape(row['refused_by'])}",
         )
     console.print(table)
+    for problem in plan.get("problems", ()):
+        console.print(f"[red]wrong:[/] {escape(problem)}", highlight=False)
     console.print(
-        f"{len(plan['groups'])} KV groups, block stride {plan['block_stride']} B, "
+        f"KV layout {plan.get('layout', 'stock')}: {len(plan['groups'])} KV groups, "
+        f"block stride {plan['block_stride']} B, "
         f"{plan['bytes_per_token']:.0f} B per token of context, "
         f"prefix hits every {plan['prefix_hit_tokens']} tokens\n",
         highlight=False,

@@ -4,12 +4,13 @@
     python -m fork.planner REQUEST.json RESULT.json
 
 Started by fork/geometry.py with the tree first on the path. The request has ``argvs``
-(each what follows ``vllm serve``) and ``capability``; the result is a list with a
-``{"plan": …}`` or ``{"error": …}`` for each. Several share one process, since importing
-vLLM is what costs. Everything below is vLLM's: the serve parser, the configuration, the
-attention layers (built on the meta device) and their specs, the groups, the layout, the
-kernel block sizes, the metadata builders, the allocation and the KV cache manager. What
-the start-up check would plan is compared with what the layers ask for.
+(each what follows ``vllm serve``) and ``capability``, for a capacity also ``memory_bytes``
+and ``lengths``; the result is a list with a ``{"plan": …}`` or ``{"error": …}`` for each.
+Several share one process, since importing vLLM is what costs. Everything below is vLLM's:
+the serve parser, the configuration, the attention layers (built on the meta device) and
+their specs, the groups, the layout, the kernel block sizes, the metadata builders, the
+allocation and the KV cache manager. What the start-up check would plan is compared with
+what the layers ask for.
 """
 
 import copy
@@ -18,6 +19,8 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,15 @@ def set_up_platform(capability: tuple[int, int]) -> None:
     from vllm.models.deepseek_v41.nvidia import sm120_selftest_argv
 
     sm120_selftest_argv.set_up_platform(capability)
+
+
+def kv_layout() -> str:
+    """The layout of compressed caches that this tree would use."""
+    from vllm import envs
+
+    if "VLLM_SM120_KV_LAYOUT" not in envs.environment_variables:
+        return "stock"
+    return str(envs.VLLM_SM120_KV_LAYOUT)
 
 
 def _own_modules() -> None:
@@ -76,7 +88,7 @@ class Plan:
         block_size = module.manager_block_size(config)
         plan = KVPlan(config)
         self.config, self.layers, self.specs = plan.config, plan.layers, plan.specs
-        self.views, self.builder = plan.views, plan.builder
+        self.views, self.builder, self.groups = plan.views, plan.builder, plan.groups
         self.kv_cache_config, self.block_stride = plan.kv_cache_config, plan.block_stride
         self._compare(expected, block_size)
 
@@ -95,7 +107,9 @@ class Plan:
                 f"{expected.get(odd[0])} instead of {real.get(odd[0])}"
             )
 
-    def manager(self, blocks: int) -> tuple[Any, Callable[[list[int], str], Any]]:
+    def manager(
+        self, blocks: int, caching: bool = True
+    ) -> tuple[Any, Callable[[list[int], str], Any]]:
         """A KVCacheManager over ``blocks`` blocks, and what makes its requests."""
         from vllm.models.deepseek_v41.nvidia.sm120_kv_plan import call
         from vllm.sampling_params import SamplingParams
@@ -116,7 +130,7 @@ class Plan:
             scheduler_block_size=scheduler,
             hash_block_size=hashing,
             max_in_flight_tokens=self.config.scheduler_config.max_num_batched_tokens,
-            enable_caching=True,
+            enable_caching=caching,
         )
         hash_fn = get_hash_fn_by_name("sha256")
         kv_cache_utils.init_none_hash(hash_fn)
@@ -215,9 +229,12 @@ def describe(plan: Plan) -> dict[str, Any]:
         rows.setdefault(key, row)["layers"].append(int(name.split(".")[2]))
     order = {"swa": 0, "main": 1, "indexer": 2}
     specs = sorted(rows.values(), key=lambda r: (order[r["layer_kind"]], -r["tokens_per_state"]))
+    groups = [_group(plan, g) for g in plan.kv_cache_config.kv_cache_groups]
     return {
         "specs": specs,
-        "groups": [_group(g) for g in plan.kv_cache_config.kv_cache_groups],
+        "layout": kv_layout(),
+        "groups": groups,
+        "problems": [problem for group in groups for problem in group.pop("problems")],
         "manager_block": int(plan.config.cache_config.block_size),
         "block_stride": plan.block_stride,
         "prefix_hit_tokens": plan.prefix_hit_tokens(),
@@ -226,18 +243,35 @@ def describe(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _group(group: Any) -> dict[str, Any]:
+def _group(plan: Plan, group: Any) -> dict[str, Any]:
+    """A KV cache group, where its pages lie in a block, and what is wrong with that."""
+    from vllm.models.deepseek_v41.nvidia.sm120_block_places import place_of, place_problems
+    from vllm.models.deepseek_v41.nvidia.sm120_kv_plan import kind_of
+
+    # A UniformTypeKVCacheSpecs is one of several layers' specs.
+    specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+    places = {
+        name: place_of(plan.views[name], specs.get(name, group.kv_cache_spec))
+        for name in group.layer_names
+    }
     return {
         "block": int(group.kv_cache_spec.block_size),
         "caches": len(group.layer_names),
         "names": list(group.layer_names),
+        "places": [
+            {"name": name, "kind": kind_of(plan.layers[name]) or "ring"} | asdict(place)
+            for name, place in places.items()
+        ],
+        "problems": place_problems(places, plan.block_stride),
     }
 
 
-def planned(argv: list[str], module: Any) -> dict[str, Any]:
-    """One argv's plan, or the one line that refuses it."""
+def planned(
+    argv: list[str], module: Any, what: Callable[[Plan], dict[str, Any]] = describe
+) -> dict[str, Any]:
+    """One argv's plan as ``what`` says it, or the one line that refuses it."""
     try:
-        return {"plan": describe(Plan(vllm_config(argv), module))}
+        return {"plan": what(Plan(vllm_config(argv), module))}
     except SystemExit as error:
         return {"error": f"vLLM's argument parser stopped ({error})"}
     except Exception as error:
@@ -251,7 +285,12 @@ def main() -> None:
     request = json.loads(Path(sys.argv[1]).read_text())
     set_up_platform(tuple(request["capability"]))
     module = planned_caches_module()
-    results = [planned(argv, module) for argv in request["argvs"]]
+    what = describe
+    if "memory_bytes" in request:
+        from fork import kv_capacity
+
+        what = partial(kv_capacity.measure, **{k: request[k] for k in ("memory_bytes", "lengths")})
+    results = [planned(argv, module, what) for argv in request["argvs"]]
     Path(sys.argv[2]).write_text(json.dumps(results))
 
 

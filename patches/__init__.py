@@ -8,6 +8,7 @@ and how to test it. Order matters only to the recipe: patches stand on their own
 SERIES = (
     "sm120_swa_page_block_size",
     "sm120_compressed_page_states",
+    "sm120_kv_layout",
     "sm120_page_geometry_check",
     "sm120_decode_shape_selftest",
 )

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fork import ROOT, ForkError, cli, fetch, geometry, pin, recipe, wheel
+from fork import ROOT, ForkError, capacity, cli, fetch, geometry, pin, recipe, wheel
 from fork.edits import SetReturn
 
 RUN, NEW = "vllm/worker/run.py", "vllm/new.py"
@@ -29,7 +29,8 @@ COMMANDS = {
     "export": ["--base", "--members"],
     "wheel": ["--base", "--platform", "--out"],
     "recipe": ["--base", "--members", "--json"],
-    "geometry": ["--base", "--block-size", "--json"],
+    "geometry": ["--base", "--block-size", "--json", "--plot"],
+    "capacity": ["--memory-gib", "--base", "--lengths", "--json", "--plot"],
     "probe": [
         *("--base", "--all-bases", "--members", "--tokens", "--calls", "--json", "--rules-only")
     ],
@@ -109,6 +110,9 @@ def test_help_lists_every_command(run):
         ["apply"],
         ["verify"],
         ["geometry", "--block-size", "many"],
+        ["capacity"],
+        ["capacity", "--memory-gib", "much"],
+        ["capacity", "--memory-gib", "1", "--lengths", "1,x"],
         [],
     ],
 )
@@ -371,6 +375,67 @@ class TestGeometry:
         if found:
             assert found["argv"] == geometry.default_argv(256)
             assert ("error" in found["trees"]["patched"]) is isinstance(patched, str)
+
+
+LAYOUT = {
+    "layout": "x",
+    "blocks": 1001,
+    "block_bytes": [230400],
+    "bytes": [230630400],
+    "context_blocks_per_128_tokens": 1.0,
+    "request_blocks": {"window": 21, "window_while_prefilling": 238, "ring": 1},
+    "tokens": 97408,
+    "requests": {"8192": 9},
+}
+
+
+class TestCapacity:
+    @pytest.fixture
+    def measured(self, monkeypatch):
+        """Sets what is measured, in layouts that are refused by name."""
+
+        def set_to(*refused):
+            def measure(the_pin, members, argv, memory_gib, base, lengths, say):
+                names = capacity.LAYOUTS
+                layouts = {n: {"error": "no"} if n in refused else LAYOUT for n in names}
+                return {
+                    "schema": 1,
+                    "base": "0.33.0",
+                    "argv": list(argv),
+                    "memory_gib": memory_gib,
+                    "layouts": layouts,
+                }
+
+            monkeypatch.setattr(capacity, "measure", measure)
+
+        return set_to
+
+    @pytest.mark.parametrize(
+        ("refused", "code"),
+        [
+            ([], 0),
+            (["kernel-page-units"], 0),
+            (["stock"], 0),
+            (["spec-blocks", "kernel-page-units"], 1),
+        ],
+    )
+    def test_table_and_exit_code(self, run, measured, refused, code):
+        measured(*refused)
+        done = run("capacity", "--memory-gib", "20", "--", "m", "--tensor-parallel-size", "4")
+        assert done.exit_code == code
+        assert "--tensor-parallel-size 4" in done.stdout and "20 GiB" in done.stdout
+        assert done.stdout.count("97,408") == 3 - len(refused)
+        assert done.stdout.count("refuses to plan this: no") == len(refused)
+
+    def test_json_and_nothing_else(self, run, measured):
+        measured()
+        done = run("capacity", "--memory-gib", "1.5", "--json", "-")
+        assert json.loads(done.stdout)["memory_gib"] == 1.5
+
+    @pytest.mark.parametrize("memory, lengths", [(0, [1]), (-1, [1]), (1, [0]), (1, [])])
+    def test_what_cannot_be_is_refused(self, tiny_pin, memory, lengths):
+        with pytest.raises(ForkError, match="positive"):
+            capacity.measure(tiny_pin, [], ["m"], memory, None, lengths)
 
 
 # main(): what a user sees of an error. A process each, so few.

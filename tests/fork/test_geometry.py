@@ -29,6 +29,9 @@ _missing = [n for n in ("torch", "transformers") if importlib.util.find_spec(n) 
 SIZES = {"stock": (None, 128), "patched": (None, 64, 128, 256, 96)}
 """The values of --block-size that are planned on a tree; None is the option left out."""
 
+IN_UNITS = ("0.32.0", "0.33.0")
+"""Bases whose planner can lay out kernel-page units; the others have way A alone."""
+
 STOCK = {
     ("swa", 1): (32, 32, 19008, 40),
     ("main", 2): (128, 64, 37440, [2, 8, 14]),
@@ -38,7 +41,7 @@ STOCK = {
 }
 """Facts, section A. Kind and ratio: block in tokens, states, bytes padded to 576, layers."""
 
-PATCHED = {
+SPEC_BLOCKS = {
     ("swa", 1): (64, 64, 37440, 40),
     ("main", 2): (128, 64, 37440, [2, 8, 14]),
     ("main", 1): (64, 64, 37440, [20]),
@@ -46,6 +49,20 @@ PATCHED = {
     ("indexer", 1): (64, 64, 8640, [20]),
 }
 """Facts, section F, way A: a block of 64 states whatever the ratio."""
+
+UNITS = {
+    ("swa", 1): (64, 64, 37440, 40),
+    ("main", 2): (128, 64, 37440, [2, 8, 14]),
+    ("main", 1): (128, 64, 74880, [20]),
+    ("indexer", 2): (128, 64, 8640, [2, 8, 14]),
+    ("indexer", 1): (128, 64, 17280, [20]),
+}
+"""Facts, layout.md: stock's blocks, 64 states a page."""
+
+WAY_A = (17, 138240, 3240, 128, 896)  # 414720 B per 128 tokens
+STOCK_COST = (9, 230400, 1800, 128, 896)
+WIDE_BLOCKS = (6, 460800, 1800, 256, 768)
+"""Groups, block stride, bytes a token, prefix hits: step, and of 1000 in 1003."""
 
 
 def table(plan):
@@ -79,9 +96,10 @@ def refused(tree):
 @pytest.mark.parametrize("base", BASES)
 def test_geometry(base, monkeypatch):
     """One test a base: importing vLLM takes half a minute, so all sizes share a process."""
-    plans, plan_really = {}, geometry.plan
+    plans, trees, plan_really = {}, [], geometry.plan
 
     def plan_every_size(tree, argvs, *more):
+        trees.append(tree)
         name = tree.name.partition("-")[0]
         assert argvs == [geometry.default_argv()]
         asked = [geometry.default_argv(size) for size in SIZES[name]]
@@ -92,19 +110,37 @@ def test_geometry(base, monkeypatch):
     result = geometry.measure(pin.load(), series.members(), base)
     assert (result["base"], result["capability"]) == (base, "12.0")
 
-    refusal = plans["patched"].pop(96)
-    errors = {(n, s): p["error"] for n in plans for s, p in plans[n].items() if "error" in p}
-    assert errors == {}
+    if base in IN_UNITS:
+        tree = next(t for t in trees if t.name.startswith("patched"))
+        asked = [geometry.default_argv(size) for size in SIZES["patched"]]
+        found = plan_really(tree, asked, layout="spec-blocks")
+        plans["spec-blocks"] = dict(zip(SIZES["patched"], found, strict=True))
+        units = plans.pop("patched")
+        refused_sizes = {size: units.pop(size) for size in (64, 96)}
+        assert table(units[None]) == table(units[128]) == UNITS
+        assert totals(units[None]) == totals(units[128]) == STOCK_COST
+        assert totals(units[256]) == WIDE_BLOCKS
+        assert {row["states"] for row in units[256]["specs"]} == {64}
+        assert {plan["layout"] for plan in units.values()} == {"kernel-page-units"}
+        assert [plan["problems"] for plan in units.values()] == [[]] * 3
+    else:
+        plans["spec-blocks"] = plans.pop("patched")
+        refused_sizes = {}
+    refused_sizes |= {"96 in spec blocks": plans["spec-blocks"].pop(96)}
     for name, form, sums in [
         ("stock", STOCK, (6, 230400, 1800, 128, 896)),
-        ("patched", PATCHED, (17, 138240, 3240, 128, 896)),  # 414720 B per 128 tokens
+        ("spec-blocks", SPEC_BLOCKS, WAY_A),
     ]:
+        assert {p.get("error") for p in plans[name].values()} == {None}
         assert {s: table(p) for s, p in plans[name].items()} == dict.fromkeys(plans[name], form)
         assert {s: totals(p) for s, p in plans[name].items()} == dict.fromkeys(plans[name], sums)
+        assert {plan["layout"] for plan in plans[name].values()} == {name}
+        assert [plan["problems"] for plan in plans[name].values()] == [[]] * len(plans[name])
 
-    assert set(refusal) == {"error"}
-    [line] = refusal["error"].splitlines()
-    assert "--block-size 96" in line and "64" in line
+    for refusal in refused_sizes.values():
+        assert set(refusal) == {"error"}
+        [line] = refusal["error"].splitlines()
+        assert "--block-size" in line and "64 states" in line
 
     # Facts, section E.
     stock = {("swa", 1), ("main", 1), ("indexer", 1)}

@@ -20,6 +20,7 @@ SPARSE = "vllm/models/deepseek_v41/sparse_mla.py"
 INDEXER = "vllm/v1/attention/backends/mla/indexer.py"
 CONFIG = "vllm/config/vllm.py"
 UTILS = "vllm/v1/worker/utils.py"
+PLANNING = "vllm/v1/core/kv_cache_planning.py"
 GEOMETRY = "vllm/v1/attention/backends/mla/sm120_page_geometry.py"
 
 
@@ -176,6 +177,16 @@ MUTATIONS = {
     "import to stand after is relative": (
         replaced(UTILS, ("from vllm.v1.kv_cache_interface import", "from ..kv_cache import")),
         [UTILS, "check_kernel_pages", "import from vllm.v1.kv_cache_interface", "none"],
+    ),
+    "another body of get_kv_cache_groups": (
+        replaced(
+            PLANNING, ("    hidden_specs = {\n", "    more = 1\n    hidden_specs = {\n"), count=1
+        ),
+        [PLANNING, "body of get_kv_cache_groups has digest"],
+    ),
+    "tensors are placed by another offset": (
+        replaced(PLANNING, ("offset=byte_offset,", "offset=place,"), count=1),
+        [PLANNING, "KVCacheTensor(offset=…)", "'place'", "'byte_offset'"],
     ),
     "file missing": (removed(INDEXER), [INDEXER, "DeepseekV41IndexerBackend", "no such file"]),
     "syntax error": (

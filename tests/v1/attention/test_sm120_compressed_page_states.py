@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""64 states in every compressed page on capability family 120; elsewhere as upstream."""
+"""64 states in every compressed page on capability family 120; elsewhere as upstream.
+
+The layout here is ``spec-blocks``; test_sm120_kv_layout.py has the other.
+"""
 
 from itertools import pairwise
 from types import SimpleNamespace
@@ -14,6 +17,11 @@ SPECS = [None, SimpleNamespace(tokens_per_state=1), SimpleNamespace(tokens_per_s
 
 # Without a spec both blocks, for vLLM 0.30 and 0.31; with one, 64 x its ratio.
 DECLARED = [[64, 128], [64], [128]]
+
+
+@pytest.fixture(autouse=True)
+def spec_blocks(monkeypatch):
+    monkeypatch.setenv("VLLM_SM120_KV_LAYOUT", "spec-blocks")
 
 
 @pytest.fixture

@@ -125,7 +125,7 @@ REFUSED = {
     "o_groups": (["--tensor-parallel-size", "16"], "heads", "o_groups"),
     "backend dtype": (["--kv-cache-dtype", "bfloat16"], "backend", "--kv-cache-dtype fp8"),
     "backend": (["--attention-backend", "FLASHMLA_SPARSE"], "backend", "does not run on SM12x"),
-    "block size": (["--block-size", "96"], "block_size", "multiple of 64"),
+    "block size": (["--block-size", "96"], "block_size", "multiple of 128"),
 }
 
 

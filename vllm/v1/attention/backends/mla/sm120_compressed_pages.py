@@ -2,13 +2,15 @@
 """64 states in every compressed page of DeepSeek-V4.1 on capability family 120.
 
 A compressed cache stores one state for ``tokens_per_state`` tokens (the layer's
-compress ratio: 1 or 2). On SM12x its spec's block is 64 x tokens_per_state tokens,
-and the backends declare that block as their kernel block, so one kernel page is one
-manager block of 64 states. Elsewhere both functions give back what they were given.
+compress ratio: 1 or 2). On SM12x the backends declare 64 x tokens_per_state tokens as
+their kernel block. The spec's block is the same, so that one kernel page is one manager
+block, unless vLLM can lay several kernel pages out in a block (sm120_kv_layout): then
+it stays ``--block-size``. Elsewhere both functions give back what they were given.
 """
 
 from typing import TYPE_CHECKING
 
+import vllm.envs as envs
 from vllm.platforms import current_platform
 
 if TYPE_CHECKING:
@@ -21,7 +23,25 @@ if TYPE_CHECKING:
 # (0.32 on); FlashInfer's DSv4 decode is compiled for pages of 64 before 0.7.2.
 STATES_PER_PAGE = 64
 
-SM12X_FAMILY = 120
+# A test on another GPU adds its own family here and in sm120_kv_layout.py.
+CAPABILITY_FAMILIES = (120,)
+
+# The largest compress ratio: its kernel page is the one that a block must hold.
+_MAX_TOKENS_PER_STATE = 2
+
+
+def _applies() -> bool:
+    return any(
+        current_platform.is_device_capability_family(family)
+        for family in CAPABILITY_FAMILIES
+    )
+
+
+def _in_units() -> bool:
+    """Whether blocks hold several kernel pages: asked for, in a vLLM that can."""
+    # vLLM's table has no such variable without sm120_kv_layout.
+    layout = getattr(envs, "VLLM_SM120_KV_LAYOUT", "spec-blocks")
+    return layout == "kernel-page-units"
 
 
 def compressed_block_size(cache_config: "CacheConfig", tokens_per_state: int) -> int:
@@ -32,18 +52,21 @@ def compressed_block_size(cache_config: "CacheConfig", tokens_per_state: int) ->
         tokens_per_state: the layer's compress ratio.
 
     Raises:
-        ValueError: on SM12x, ``--block-size`` was given and is no multiple of 64.
+        ValueError: on SM12x, ``--block-size`` was given and no whole number of kernel
+            pages fits in it: a multiple of 128 is needed, or of 64 in spec blocks.
     """
     block_size = cache_config.block_size
-    if not current_platform.is_device_capability_family(SM12X_FAMILY):
+    if not _applies():
         return block_size
-    if cache_config.user_specified_block_size and block_size % STATES_PER_PAGE:
+    in_units = _in_units()
+    step = STATES_PER_PAGE * (_MAX_TOKENS_PER_STATE if in_units else 1)
+    if cache_config.user_specified_block_size and block_size % step:
         raise ValueError(
             f"--block-size {block_size} cannot be used for DeepSeek-V4.1 on SM12x: "
             f"compressed pages hold {STATES_PER_PAGE} states, so it must be a multiple "
-            f"of {STATES_PER_PAGE}. Use --block-size 128, or leave it out."
+            f"of {step}. Use --block-size 128, or leave it out."
         )
-    return STATES_PER_PAGE * tokens_per_state
+    return block_size if in_units else STATES_PER_PAGE * tokens_per_state
 
 
 def compressed_kernel_block_sizes(
@@ -53,11 +76,13 @@ def compressed_kernel_block_sizes(
 
     Args:
         stock: what the backend declares on other platforms.
-        kv_cache_spec: the cache's spec. vLLM 0.30 and 0.31 select kernel blocks
-            without one; both blocks that specs have here are declared then.
+        kv_cache_spec: the cache's spec. vLLM asks without one to choose a block size,
+            and 0.30 and 0.31 to select kernel blocks, too: what is declared then must
+            hold for every spec.
     """
-    if not current_platform.is_device_capability_family(SM12X_FAMILY):
+    if not _applies():
         return stock
     if kv_cache_spec is None:
-        return [STATES_PER_PAGE, 2 * STATES_PER_PAGE]
+        widest = STATES_PER_PAGE * _MAX_TOKENS_PER_STATE
+        return [widest] if _in_units() else [STATES_PER_PAGE, widest]
     return [STATES_PER_PAGE * int(kv_cache_spec.tokens_per_state)]

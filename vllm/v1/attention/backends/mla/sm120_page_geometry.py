@@ -3,12 +3,13 @@
 
 ``check_planned_pages`` runs while the configuration is validated, on the specs that
 it would plan; ``check_kernel_pages`` runs where kernel block sizes are finally chosen,
-before the KV cache is allocated. Neither runs again after start-up, and both raise:
-``python -O`` does not switch them off.
+before the KV cache is allocated; ``checked_places`` where the allocated caches are
+bound to layers. None runs again after start-up, and all raise: ``python -O`` does not
+switch them off.
 """
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
@@ -22,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.backend import AttentionBackend
+    from vllm.v1.worker.utils import AttentionGroup
 
 # States in a page of a compressed cache, and tokens in one of the sliding window: the
 # one size that DeepGEMM and FlashInfer of every base take on SM120 (DeepGEMM's host
@@ -148,6 +150,58 @@ def check_kernel_pages(
         return
     if problem := page_problem(kernel_spec):
         _refuse([(_shown(layer_names, {backend}), problem)], "chosen for the KV cache")
+
+
+def checked_places(
+    views: "dict[str, Any]",
+    kv_caches: "Mapping[str, Any]",
+    attn_groups: "Iterable[AttentionGroup]",
+) -> "dict[str, Any]":
+    """``views``, once it is checked where the allocated pages of each KV cache group
+    lie in its blocks.
+
+    Args:
+        views: ``{layer: cache}`` as kernels address it.
+        kv_caches: ``{layer: cache}`` by manager blocks, all of one block stride.
+        attn_groups: every group of the runner.
+
+    Raises:
+        PageGeometryError: a page that its kernels would not find, or an overlap.
+    """
+    groups = list(attn_groups)
+    if not (
+        any(g.backend.__module__.startswith(_BACKEND_MODULES[0]) for g in groups)
+        and current_platform.is_device_capability_family(_SM12X_FAMILY)
+    ):
+        return views
+    from vllm.models.deepseek_v41.nvidia.sm120_block_places import (
+        Place,
+        place_of,
+        place_problems,
+    )
+
+    places: dict[int, dict[str, Place]] = {}
+    strides: dict[int, int] = {}
+    for group in groups:
+        for name in group.layer_names:
+            if name not in views or not group.backend.__module__.startswith(
+                _BACKEND_MODULES
+            ):
+                continue
+            number = group.kv_cache_group_id
+            by_block = kv_caches[name]
+            strides[number] = by_block.stride(0) * by_block.element_size()
+            place = place_of(views[name], group.kv_cache_spec)
+            places.setdefault(number, {})[name] = place
+    _refuse(
+        (
+            (f"KV cache group {number}", problem)
+            for number, found in places.items()
+            for problem in place_problems(found, strides[number])
+        ),
+        "where the KV cache was allocated",
+    )
+    return views
 
 
 def _shown(names: list[str], backends: "set[type[AttentionBackend]]") -> str:

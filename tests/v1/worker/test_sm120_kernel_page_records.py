@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every record is where its kernel looks, over random allocations, frees, prefix hits,
+evictions and preemptions; and a planted fault is seen. Level of evidence: *emulated*."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fork import ROOT
+
+FAULTS = ("unmapped slot", "stride off by one page", "swapped units")
+
+
+def traces(*runs):
+    """What sm120_record_trace counted, one a run, in a process with Triton's interpreter."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.v1.worker.sm120_record_trace", json.dumps(runs)],
+        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_records_and_planted_faults():
+    """A short trace of each; the long ones are slow."""
+    right, *wrong = traces({"steps": 40}, *({"steps": 12, "fault": f} for f in FAULTS))
+    assert right["right"] > 10_000 and right.get("wrong", 0) == right.get("outside", 0) == 0
+    assert right["written by kernels"] > 100 and right["leaked blocks"] == 0
+    for fault, counts in zip(FAULTS, wrong, strict=True):
+        assert counts.get("wrong", 0) + counts.get("outside", 0) > 100, fault
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "run",
+    [
+        {"steps": 1500, "seed": 1},
+        {"steps": 400, "seed": 2, "block_size": 256, "blocks": 60},
+        {"steps": 400, "seed": 3, "caching": False},
+    ],
+    ids=["128", "256", "no prefix caching"],
+)
+def test_long_trace(run):
+    [counts] = traces(run)
+    assert counts.get("wrong", 0) == counts.get("outside", 0) == counts["leaked blocks"] == 0
+    assert counts["right"] > 1000 * run["steps"] // 4
+    caching = run.get("caching", True)
+    assert (counts.get("hits", 0) > 20) == (counts.get("evictions", 0) > 20) == caching
+    assert counts["frees"] > 20 and counts["preemptions"] > 20
+    # Every kind of cache was written by its own kernel.
+    for kind in ("main 1", "main 2", "indexer 1", "indexer 2", "swa 1"):
+        assert counts[f"{kind} by kernels"] > 50

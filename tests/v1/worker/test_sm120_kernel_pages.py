@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Views and slots of kernel pages, on hand-made caches."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+SLOTS = """
+import json, sys, torch
+from types import SimpleNamespace
+from fork import planner
+planner.set_up_platform((12, 0))
+from vllm.v1.worker.sm120_kernel_pages import KernelSlots
+spec = SimpleNamespace(block_size=128, kernel_page_tokens=64)
+slots = KernelSlots(spec, 40, torch.device("cpu"), 2)
+given = torch.tensor([0, 63, 64, 127, 128, 300, -1, 128 * 9 + 5])
+first = slots.map(given, 5, 0).tolist()
+tail = slots.mapped[0, 8:].tolist()
+other = slots.map(given[:3], 7, 1).tolist()
+kept = slots.mapped[0, :8].tolist()
+given[0] = 128
+slots.refresh(5)
+print(json.dumps([first, tail, other, kept, slots.mapped[0, :8].tolist()]))
+"""
+
+
+def test_slots_in_kernel_pages():
+    """Slot b x 128 + o becomes b x 320 + o: five pages of 64 from one block to the next."""
+    done = subprocess.run(
+        [sys.executable, "-c", SLOTS],
+        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": "."},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, tail, other, kept, refreshed = json.loads(done.stdout.splitlines()[-1])
+    assert first == [0, 63, 64, 127, 320, 684, -1, 2885]
+    assert set(tail) == {-1}  # a CUDA graph may read on
+    assert other == [0, 63, 64]
+    assert kept == first  # microbatches have buffers of their own
+    assert refreshed == [320, *first[1:]]  # a draft rewrote its slots in place
+
+
+@pytest.fixture
+def laid_out(platform):
+    """A cache of three blocks of five units, as allocated: [3, 1, 128, 584]."""
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    spec = MLAAttentionSpec(
+        block_size=128,
+        num_kv_heads=1,
+        head_size=512,
+        dtype=torch.uint8,
+        state_content_bytes=584,
+        alignment=576,
+        kernel_page_tokens=64,
+        kernel_page_stride=46080,
+    )
+    raw = torch.arange(3 * 230400) % 251
+    view = raw.to(torch.uint8).as_strided((3, 1, 128, 584), (230400, 128 * 584, 584, 1), 3 * 46080)
+    return view, spec
+
+
+def test_page_ids(laid_out):
+    from vllm.v1.worker.sm120_kernel_pages import kernel_page_view
+
+    cache, spec = laid_out
+    view, stride = kernel_page_view(cache, spec)
+    assert (stride, tuple(view.shape)) == (5, (12, 1, 64, 584))
+    for block in range(3):
+        for page in range(2):
+            start = block * 230400 + (3 + page) * 46080
+            found = view[block * 5 + page]
+            assert found.storage_offset() == start and found.is_contiguous()
+
+
+def test_the_zeroer_gets_every_page_of_a_block(laid_out):
+    from vllm.v1.worker.sm120_kernel_pages import block_page_view, kernel_page_view
+
+    cache, spec = laid_out
+    view, stride = kernel_page_view(cache, spec)
+    blocks = block_page_view(view, spec, stride, 3)
+    assert tuple(blocks.shape) == (3, 2, 1, 64, 584)
+    assert blocks.stride()[:2] == (230400, 46080)
+    assert blocks[2, 1].storage_offset() == view[11].storage_offset()
