@@ -7,6 +7,7 @@ engine starts, in the engine's own process.
 """
 
 import dataclasses
+import os
 from collections.abc import Callable
 
 SAME = 1.5
@@ -41,14 +42,20 @@ def _nothing() -> None:
     pass
 
 
-def _sm12x_pages_on_sm90() -> None:
-    """64 states in every compressed page and 64-token window pages, as on SM12x, where
-    FlashMLA and DeepGEMM read them too."""
-    from vllm.models.deepseek_v41.nvidia.flashmla import DeepseekV4FlashMLAAttention
-    from vllm.v1.attention.backends.mla import sm120_compressed_pages
+def _opt_in(layout: str) -> Callable[[], None]:
+    """SM12x's pages on SM90, where FlashMLA and DeepGEMM read them too: 64 states in every
+    compressed page and 64-token window pages, in one of the fork's KV cache layouts."""
 
-    sm120_compressed_pages.SM12X_FAMILY = 90
-    DeepseekV4FlashMLAAttention.swa_block_size = 64
+    def prepare() -> None:
+        os.environ["VLLM_SM120_KV_LAYOUT"] = layout
+        from vllm.models.deepseek_v41.nvidia.flashmla import DeepseekV4FlashMLAAttention
+        from vllm.v1.attention.backends.mla import sm120_compressed_pages, sm120_kv_layout
+
+        for module in (sm120_compressed_pages, sm120_kv_layout):
+            module.CAPABILITY_FAMILIES = (*module.CAPABILITY_FAMILIES, 90)
+        DeepseekV4FlashMLAAttention.swa_block_size = 64
+
+    return prepare
 
 
 ARMS = {
@@ -58,8 +65,15 @@ ARMS = {
     "fork-again": Arm(False, _nothing, "the fork's wheel, in another process"),
     "fork-pages": Arm(
         False,
-        _sm12x_pages_on_sm90,
-        "the fork's wheel, SM12x's pages opted in on SM90",
+        _opt_in("spec-blocks"),
+        "the fork's wheel, SM12x's pages opted in on SM90, a block for each spec",
+        same=OTHER_SPLIT,
+        same_hits=False,
+    ),
+    "fork-units": Arm(
+        False,
+        _opt_in("kernel-page-units"),
+        "the fork's wheel, SM12x's pages opted in on SM90, in kernel-page units",
         same=OTHER_SPLIT,
         same_hits=False,
     ),

@@ -63,13 +63,13 @@ SETUPS = {
         ("few", "short", "long", "far", "decode", "warm", "evicted", "preempted", "mixed"),
         options={"enforce_eager": True},
         faults=True,
-        arms=("stock", "stock-again", "fork", "fork-pages"),
+        arms=("stock", "stock-again", "fork", "fork-pages", "fork-units"),
     ),
     "graphs": Setup(
         "text",
         ("decode", "warm", "mixed", "preempted"),
         options=_GRAPHS,
-        arms=("stock", "fork", "fork-pages"),
+        arms=("stock", "fork", "fork-units"),
     ),
     "block-128": Setup(
         "text",
@@ -77,7 +77,7 @@ SETUPS = {
         options={**_GRAPHS, "block_size": 128},
         like="graphs",
         # On SM90 upstream's own layout refuses blocks of 128 tokens.
-        arms=("fork-pages",),
+        arms=("fork-units",),
     ),
     "no-replay": Setup(
         "text",
@@ -92,7 +92,20 @@ SETUPS = {
             "speculative_config": {"method": "dspark", "num_speculative_tokens": 5},
         },
         faults=True,
-        arms=("stock", "fork", "fork-pages"),
+        arms=("stock", "fork", "fork-units"),
+    ),
+    "offload": Setup(
+        "text",
+        ("offloaded",),
+        options={
+            "enforce_eager": True,
+            "kv_transfer_config": {
+                "kv_connector": "OffloadingConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"cpu_bytes_to_use": 2 << 30},
+            },
+        },
+        arms=("stock", "fork-units"),
     ),
     "engram": Setup("engram", ("short", "long", "decode", "warm"), options={"enforce_eager": True}),
     "vision": Setup(

@@ -117,6 +117,23 @@ def evicted(engine: Any) -> list[Row]:
     return engine.run("evicted", [again])
 
 
+def offloaded(engine: Any) -> list[Row]:
+    """The same after the GPU's cache was emptied: vLLM's offloading connector brings the
+    blocks back from the host."""
+    engine.forget()
+    prompt = tokens("offloaded", ASKED)
+    engine.run("cold", [Request("cold", prompt, tokens("first", 8))])
+    # Stores end in steps that come after the one that they are asked for in.
+    for number in range(2):
+        engine.run("wait", [Request("wait", tokens(f"wait{number}", 5), tokens("on", 16))])
+    engine.forget()
+    again = Request("again", prompt + tokens("more", 60), tokens("second", 96))
+    rows = engine.run("offloaded", [again])
+    if not rows[0].cached:
+        raise RuntimeError("nothing came back from the host")
+    return rows
+
+
 def preempted(engine: Any) -> list[Row]:
     """More requests than a tiny pool can hold: some are preempted and start again."""
     engine.forget()
@@ -171,5 +188,18 @@ def image(engine: Any) -> list[Row]:
 
 SCENARIOS: dict[str, Callable[[Any], list[Row]]] = {
     scenario.__name__: scenario
-    for scenario in (few, short, long, far, decode, warm, evicted, preempted, mixed, drafted, image)
+    for scenario in (
+        few,
+        short,
+        long,
+        far,
+        decode,
+        warm,
+        evicted,
+        offloaded,
+        preempted,
+        mixed,
+        drafted,
+        image,
+    )
 }
