@@ -114,6 +114,11 @@ def digest(made: dict[str, torch.Tensor]) -> str:
     return found.hexdigest()
 
 
+def recipe(tensors: list[model.Tensor]) -> str:
+    """A digest of what a shard is made of: another table or seed makes another shard."""
+    return hashlib.sha256(f"{SEED} {tensors}".encode()).hexdigest()
+
+
 def write_shard(path: Path, tensors: list[model.Tensor]) -> str:
     """Writes a shard beside its place, then renames it; returns its digest."""
     torch.set_num_threads(1)
@@ -132,24 +137,33 @@ def write(out: Path, variants: tuple[str, ...], jobs: int) -> dict[str, str]:
     """
     store = out / "shards"
     store.mkdir(parents=True, exist_ok=True)
+    for part in store.glob("*.part"):
+        part.unlink()
     record = out / "digests.json"
-    digests = json.loads(record.read_text()) if record.exists() else {}
+    known = json.loads(record.read_text()) if record.exists() else {}
     needed: dict[str, list[model.Tensor]] = {}
     for variant in variants:
         needed |= model.tensors(variant)
-    missing = [n for n in needed if n not in digests or not (store / f"{n}.safetensors").exists()]
+    made_of = {name: recipe(tensors) for name, tensors in needed.items()}
+    missing = [
+        name
+        for name in needed
+        if known.get(name, {}).get("made_of") != made_of[name]
+        or not (store / f"{name}.safetensors").exists()
+    ]
     with concurrent.futures.ProcessPoolExecutor(jobs) as pool:
         waiting = {
             pool.submit(write_shard, store / f"{name}.safetensors", needed[name]): name
             for name in missing
         }
         for number, done in enumerate(concurrent.futures.as_completed(waiting), 1):
-            digests[waiting[done]] = done.result()
-            _write_json(record, digests)
-            print(f"shard {number} of {len(missing)}: {waiting[done]}", file=sys.stderr)
+            name = waiting[done]
+            known[name] = {"made_of": made_of[name], "sha256": done.result()}
+            _write_json(record, known)
+            print(f"shard {number} of {len(missing)}: {name}", file=sys.stderr)
     for variant in variants:
         _assemble(out / variant, variant, store)
-    return {name: digests[name] for name in sorted(needed)}
+    return {name: known[name]["sha256"] for name in sorted(needed)}
 
 
 def _assemble(folder: Path, variant: str, store: Path) -> None:

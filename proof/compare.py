@@ -188,7 +188,8 @@ def table(results: Iterable[Result], reference: str = "stock") -> list[Line]:
         reference: the arm that the others are compared with.
 
     Raises:
-        ValueError: two results do not have the same positions.
+        ValueError: two results do not have the same positions, or the reference answered
+            too seldom to know its noise.
     """
     by_setup: dict[str, dict[str, Result]] = defaultdict(dict)
     for result in results:
@@ -205,15 +206,26 @@ def table(results: Iterable[Result], reference: str = "stock") -> list[Line]:
     return lines
 
 
+def _noise(scenario: str, right: Result, again: Result | None) -> np.ndarray:
+    """Differences of the reference with itself, of two processes where there are two."""
+    runs = right.answers(scenario)
+    others = again.answers(scenario) if again else []
+    pairs = [(a, b) for a in runs for b in others] or list(itertools.combinations(runs, 2))
+    if not pairs:
+        raise ValueError(
+            f"{right.setup}/{scenario}: {right.arm} answered {len(runs)} time(s), noise needs "
+            "two; delete its result and run again"
+        )
+    if not all(np.isfinite(run).all() for pair in pairs for run in pair):
+        raise ValueError(f"{right.setup}/{scenario}: {right.arm} answered something not finite")
+    return np.concatenate([differences([a], [b]) for a, b in pairs])
+
+
 def _scenario(
     scenario: str, right: Result, again: Result | None, others: dict[str, Result]
 ) -> Iterator[Line]:
     runs = right.answers(scenario)
-    if again:
-        pairs = differences(runs, again.answers(scenario))
-    else:
-        two = itertools.combinations(runs, 2)
-        pairs = np.concatenate([differences([a], [b]) for a, b in two])
+    pairs = _noise(scenario, right, again)
     noise, wanted = quantiles(pairs), right.hits(scenario)
 
     def line(compared: str, found: np.ndarray, hits: tuple[int, ...]) -> Line:
@@ -223,7 +235,8 @@ def _scenario(
     for name, arm in {right.arm: right, **others}.items():
         if arm is not right and scenario in arm.scenarios():
             made = line(name, differences(arm.answers(scenario), runs), arm.hits(scenario))
-            yield made.judged(arms.ARMS[arm.arm].same)
+            other_blocks = arms.OTHER_SPLIT if arm.record["like"] else 0.0
+            yield made.judged(max(arms.ARMS[arm.arm].same, other_blocks))
         for fault, place in arm.faults():
             if place == scenario:
                 made = line(fault, differences(arm.answers(scenario, fault), runs), wanted)

@@ -44,8 +44,8 @@ def _cleared(method: Callable) -> Callable:
             tensor.copy_(value)
             undo.append(lambda: tensor.copy_(kept))
 
-        method(engine, replace, change)
         try:
+            method(engine, replace, change)
             yield
         finally:
             for step in reversed(undo):

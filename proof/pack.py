@@ -84,7 +84,7 @@ if [ -e "$site/sm120-stock.tar" ] && [ -e "$site/vllm/__init__.py" ]; then
   mkdir -p "$stock"
   cp -al "$site/vllm" "$stock/vllm"
   tar -xf "$site/sm120-stock.tar" -C "$stock" --unlink-first
-  while read -r name; do rm -f "$stock/$name"; done <"$stock/sm120-added.txt"
+  while read -r name; do [ -z "$name" ] || rm -f "$stock/$name"; done <"$stock/sm120-added.txt"
 fi
 """
 

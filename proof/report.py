@@ -121,6 +121,14 @@ def read_digests(folder: Path) -> dict[str, str]:
         raise ValueError(f"{folder / DIGESTS}: {error}; python -m proof.run writes it") from None
 
 
+def add_digests(folder: Path, digests: dict[str, str]) -> None:
+    """Adds shards to the folder's list; those of earlier runs stay."""
+    if (folder / DIGESTS).exists():
+        digests = {**read_digests(folder), **digests}
+    listed = "".join(f"{value} {name}\n" for name, value in sorted(digests.items()))
+    (folder / DIGESTS).write_text(listed)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m proof.report",
@@ -138,25 +146,40 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--store", action="store_true", help="keep stock's answers in expected/")
     args = parser.parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 150)
+
+    def refuse(error: ValueError) -> int:
+        console.print(f"error: {error}", style="red", markup=False)
+        return 2
+
     try:
         results = compare.load(args.folder)
         if not results:
             raise ValueError(f"no results in {args.folder}; python -m proof.run makes them")
-        lines = compare.table(results, "fork" if args.local else "stock")
+    except ValueError as error:
+        return refuse(error)
+    errors = [error for result in results for error in result.errors()]
+    for error in errors:
+        console.print(f"failed: {error}", style="red", markup=False)
+    for result in results:
+        if not result.record["runs"]:
+            said = (
+                f"does not load: {result.record['failed']}" if result.record["failed"] else "loads"
+            )
+            console.print(f"{result.setup} ({result.arm}) {said}", markup=False)
+    try:
+        reference = "fork" if args.local else "stock"
+        lines = compare.table(results, reference)
+        if all(line.verdict == "-" for line in lines):
+            raise ValueError(
+                f"nothing to compare in {args.folder}: no arm beside {reference}; "
+                "python -m proof.run makes them"
+            )
         digests = read_digests(args.folder)
         if args.local:
             lines += stored.against(results, "fork", digests, compare.OTHER_KERNEL)
     except ValueError as error:
-        console.print(f"error: {error}", style="red", markup=False)
-        return 2
+        return refuse(error)
     show(lines, console)
-    for result in results:
-        if result.record["failed"]:
-            said = f"{result.setup} ({result.arm}) does not load: {result.record['failed']}"
-            console.print(said, markup=False)
-    errors = [error for result in results for error in result.errors()]
-    for error in errors:
-        console.print(f"failed: {error}", style="red", markup=False)
     if args.json:
         content = [line.summary() for line in lines]
         args.json.write_text(json.dumps(content, indent=1) + "\n")

@@ -160,8 +160,7 @@ def run(args: argparse.Namespace) -> int:
             runner.work / "checkpoints", variants, min(8, os.cpu_count() or 1)
         )
         print(f"checkpoints ready after {time.monotonic() - begun:.0f} s", flush=True)
-        listed = "".join(f"{value} {name}\n" for name, value in digests.items())
-        (runner.work / "results" / report.DIGESTS).write_text(listed)
+        report.add_digests(runner.work / "results", digests)
     try:
         for number, job in enumerate(todo):
             runner.wait(args.jobs)

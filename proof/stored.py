@@ -53,11 +53,11 @@ def against(results: list[Result], arm: str, digests: dict[str, str], most: floa
     """
     found = []
     for result in results:
-        path = FOLDER / f"{result.setup}.json"
+        path = FOLDER / f"{result.record['like'] or result.setup}.json"
         if result.arm != arm or not result.scenarios():
             continue
         if not path.exists():
-            raise ValueError(f"no stored answers of {result.setup} in {FOLDER}")
+            raise ValueError(f"no stored answers of {path.stem} in {FOLDER}")
         kept: dict[str, Any] = json.loads(path.read_text())
         if kept["checkpoint"] != _digest(result.record["variant"], digests):
             raise ValueError(
@@ -65,7 +65,9 @@ def against(results: list[Result], arm: str, digests: dict[str, str], most: floa
                 "answers belong to; compare digests.txt and report it"
             )
         for scenario in result.scenarios():
-            right = kept["scenarios"][scenario]
+            right = kept["scenarios"].get(scenario)
+            if right is None:
+                raise ValueError(f"no stored answers of {scenario} in {path}; store them again")
             wanted = np.asarray(right["logprobs"])
             line = Line(
                 setup=result.setup,
@@ -83,4 +85,7 @@ def against(results: list[Result], arm: str, digests: dict[str, str], most: floa
 
 
 def _digest(variant: str, digests: dict[str, str]) -> dict[str, str]:
-    return {shard: digests[shard] for shard in model.tensors(variant)}
+    shards = model.tensors(variant)
+    if missing := [shard for shard in shards if shard not in digests]:
+        raise ValueError(f"no digest of {', '.join(missing)}; python -m proof.run writes them")
+    return {shard: digests[shard] for shard in shards}
