@@ -6,7 +6,7 @@ A plan is plain data: no file is read and nothing is run to use it.
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 
 class Strict(BaseModel):
@@ -33,9 +33,9 @@ class SshTransport(Strict):
     """
 
     kind: Literal["ssh"] = "ssh"
-    address: str
+    address: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:%-]*$")]
     port: int = Field(default=22, ge=1, le=65535)
-    user: str | None = None
+    user: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")] | None = None
     known_hosts: str | None = None
     identity: str | None = None
 

@@ -79,7 +79,7 @@ found=$("$1" ps --all --quiet --filter "label=$2") || exit
 
 # Runtime venv. Processes are found by a variable in their environment, which children
 # inherit, so a process that left its group or session is found too.
-_FOLDER = '${XDG_STATE_HOME:-$HOME/.local/state}/sm120-launch'
+_FOLDER = "${XDG_STATE_HOME:-$HOME/.local/state}/sm120-launch"
 _EXEC = """\
 import json, os, sys
 keep, more, bin = json.loads(sys.argv[1])
@@ -197,17 +197,12 @@ def cleanup_command(rank: RankPlan) -> list[str]:
 
 def inspect_image_command(rank: RankPlan) -> list[str]:
     """Exit 0 where the host's engine has the planned image by digest, and then prints
-    ``<digest> <os>/<architecture>``. For venv: exit 0 where its Python runs."""
+    ``<digests> <os>/<architecture>``. For venv: exit 0 where its Python runs."""
     if rank.runtime == "venv":
         return [f"{rank.venv}/bin/python", "-c", "import platform; print(platform.machine())"]
     assert rank.image is not None, "the profile gives podman and docker an image"
-    return image_inspection(rank.runtime, rank.image.reference)
-
-
-def image_inspection(engine: str, reference: str) -> list[str]:
-    """Prints ``<digest> <os>/<architecture>`` of an image the engine has, or fails."""
-    # Docker's own digest is a list, empty for an image that was never pushed or pulled.
-    digest = "{{.Digest}}" if engine == "podman" else "{{json .RepoDigests}}{{.Id}}"
+    engine, reference = rank.runtime, rank.image.reference
+    digest = "{{.Digest}}" if engine == "podman" else "{{json .RepoDigests}}"
     platform = "{{.Os}}/{{.Architecture}}"
     return [engine, "image", "inspect", "--format", f"{digest} {platform}", reference]
 
