@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from sm120_launch import cli_launch, runtime
 from sm120_launch import images as produced
 from sm120_launch import profile as profiles
-from sm120_launch import runtime
 from sm120_launch.errors import EXIT_BAD_INPUT, EXIT_NO, LaunchError
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ app = typer.Typer(
 )
 image_app = typer.Typer(no_args_is_help=True, help="Produced images: build, record, check.")
 app.add_typer(image_app, name="image")
+cli_launch.register(app, lambda path: profiles.plan(profiles.load(path)))
 out = Console(emoji=False)
 err = Console(stderr=True, emoji=False)
 

@@ -27,8 +27,8 @@ from sm120_launch.receipt import Folder, Receipt
 out = Console(emoji=False)
 err = Console(stderr=True, emoji=False)
 
-Load = Callable[[Path, Path | None], LaunchPlan]
-"""Reads a profile, and the images that it may use, into a plan."""
+Load = Callable[[Path], LaunchPlan]
+"""Reads a profile into a plan."""
 
 Profile = Annotated[
     Path,
@@ -40,9 +40,6 @@ Receipts = Annotated[
         help="Folder of receipts; default: ~/.local/state/sm120-launch/receipts.",
         envvar=receipt.FOLDER_VARIABLE,
     ),
-]
-Images = Annotated[
-    Path | None, typer.Option(help="Produced images; beside the profile if not given.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the receipt as JSON.")]
 
@@ -62,11 +59,10 @@ def register(app: typer.Typer, load: Load) -> None:
     def run(
         kind: Literal["gate", "launch", "stop"],
         profile: Path,
-        images: Path | None,
         receipts: Path | None,
         as_json: bool,
     ) -> None:
-        plan = _plan(profile, images, load)
+        plan = _plan(profile, load)
         cancelled = threading.Event()
         folder = Folder(receipts or receipt.default_folder())
         with signals(cancelled), Board(plan, err) as board:
@@ -81,7 +77,6 @@ def register(app: typer.Typer, load: Load) -> None:
     @app.command()
     def gate(
         profile: Profile,
-        images: Images = None,
         receipts: Receipts = None,
         as_json: Json = False,
     ) -> None:
@@ -89,12 +84,11 @@ def register(app: typer.Typer, load: Load) -> None:
 
         Exit codes: 0 every rank passed, 1 one did not, 2 bad input or environment.
         """
-        run("gate", profile, images, receipts, as_json)
+        run("gate", profile, receipts, as_json)
 
     @app.command()
     def launch(
         profile: Profile,
-        images: Images = None,
         receipts: Receipts = None,
         as_json: Json = False,
     ) -> None:
@@ -103,12 +97,11 @@ def register(app: typer.Typer, load: Load) -> None:
         Returns once every engine is up; they run on. One that does not come up stops all.
         Exit codes: 0 started, 1 the gate or a start said no, 2 bad input or environment.
         """
-        run("launch", profile, images, receipts, as_json)
+        run("launch", profile, receipts, as_json)
 
     @app.command()
     def stop(
         profile: Profile,
-        images: Images = None,
         receipts: Receipts = None,
         as_json: Json = False,
     ) -> None:
@@ -116,7 +109,7 @@ def register(app: typer.Typer, load: Load) -> None:
 
         Exit codes: 0 nothing of it is left, 1 some host could not be reached, 2 bad input.
         """
-        run("stop", profile, images, receipts, as_json)
+        run("stop", profile, receipts, as_json)
 
     listing = typer.Typer(
         help="What was launched, gated and stopped, and how it ended.", invoke_without_command=True
@@ -158,18 +151,23 @@ def register(app: typer.Typer, load: Load) -> None:
                         out.print(escape(stream.rstrip()), highlight=False, soft_wrap=True)
 
 
-def _plan(path: Path, images: Path | None, load: Load) -> LaunchPlan:
+def _plan(path: Path, load: Load) -> LaunchPlan:
     if path.suffix != ".json":
-        return load(path, images)
+        return load(path)
     try:
-        return LaunchPlan.model_validate_json(path.read_bytes())
+        found = json.loads(path.read_text(encoding="utf-8"))
+        for rank in found["ranks"]:
+            rank.pop("commands", None)  # `plan --json` prints them for people
+        return LaunchPlan.model_validate_json(json.dumps(found))
     except OSError as error:
         raise LaunchError(f"{path}: {error.strerror}", "a profile or a plan") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"])) or "it"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        what = str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise LaunchError(
-            f"{path} is no plan: {key}: {first['msg']}",
+            f"{path} is no plan: {what}",
             "what `sm120-launch plan PROFILE --json` prints",
             "Make it again",
         ) from None

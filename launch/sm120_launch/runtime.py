@@ -77,6 +77,13 @@ found=$("$1" ps --all --quiet --filter "label=$2") || exit
 [ -z "$found" ] || "$1" rm --force $found >/dev/null
 """
 
+# Asked from inside the container: the host needs no client, the network may be its own.
+_READY = """\
+import sys, urllib.request
+proxies = urllib.request.ProxyHandler({})
+urllib.request.build_opener(proxies).open(f"http://127.0.0.1:{sys.argv[1]}/health", timeout=10)
+"""
+
 # Runtime venv. Processes are found by a variable in their environment, which children
 # inherit, so a process that left its group or session is found too.
 _FOLDER = "${XDG_STATE_HOME:-$HOME/.local/state}/sm120-launch"
@@ -146,7 +153,8 @@ def gate_command(rank: RankPlan, launch_id: str) -> list[str]:
     if rank.runtime == "venv":
         script = ["/bin/sh", "-c", _GATE, "sh", *arguments, f"{rank.venv}/bin/python"]
         return _in_venv(rank, container, [*script, *rank.argv])
-    options = ["--rm"]
+    # PID 1 is a shell, which ignores TERM. No log: a flood must not fill the host's disk.
+    options = ["--rm", "--stop-timeout", "2", "--log-driver", "none"]
     if rank.runtime == "podman":  # docker has no such option
         options += ["--timeout", str(rank.gate_timeout_s + 10)]
     script = ["-c", _GATE, "sh", *arguments, "python3"]
@@ -169,6 +177,16 @@ def status_command(rank: RankPlan, launch_id: str, purpose: Purpose) -> list[str
     if rank.runtime == "venv":
         return _shell(_VENV_STATUS, f"SM120_LAUNCH={container}", container)
     return _shell(_STATUS, rank.runtime, container)
+
+
+def ready_command(rank: RankPlan, launch_id: str) -> list[str] | None:
+    """Exit 0 once the engine's /health answers; None for a rank without one."""
+    if rank.ready_port is None:
+        return None
+    command = ["-c", _READY, str(rank.ready_port)]
+    if rank.runtime == "venv":
+        return [f"{rank.venv}/bin/python", "-I", *command]
+    return [rank.runtime, "exec", name(rank, launch_id, "engine"), "python3", *command]
 
 
 def logs_command(rank: RankPlan, launch_id: str, purpose: Purpose, lines: int = 200) -> list[str]:
