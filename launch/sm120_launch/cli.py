@@ -39,6 +39,8 @@ ImagesFile = Annotated[Path, typer.Option("--images", help="The images file.")]
 EngineName = Annotated[str, typer.Option("--engine", help="podman or docker.")]
 _IMAGES = Path("images.toml")
 
+cli_launch.register(app, lambda path: profiles.plan(profiles.load(path)))
+
 
 @app.command("plan")
 def plan_command(profile: ProfilePath, as_json: Json = False) -> None:

@@ -105,7 +105,7 @@ echo $!
 # $1 variable, $2 name
 _VENV_STATUS = f"""\
 folder="{_FOLDER}"
-if grep -lzxF -e "$1" /proc/[0-9]*/environ >/dev/null 2>&1; then echo running
+if grep -qszxF -e "$1" /proc/[0-9]*/environ; then echo running
 elif [ -f "$folder/$2.exit" ]; then echo "exited $(cat "$folder/$2.exit")"
 else echo absent
 fi
