@@ -5,6 +5,7 @@ A gate's end is made sure of: its container has a time limit of its own, and wha
 not end by itself is removed by name.
 """
 
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -34,8 +35,13 @@ def check(plan: LaunchPlan) -> None:
     """Two ranks that are one: the gate would answer for a rank that nobody asked.
 
     Raises:
-        LaunchError: a number or an engine's argv is there twice, or no rank at all.
+        LaunchError: a number or an engine's argv is there twice, there is no rank, or the
+            plan was edited.
     """
+    if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", plan.profile):
+        raise LaunchError(
+            f"profile name {plan.profile!r}", "letters a-z, digits and single dashes", "Rename it"
+        )
     if not plan.ranks:
         raise LaunchError(f"profile {plan.profile} has no rank", "at least one")
     number, count = Counter(rank.rank for rank in plan.ranks).most_common(1)[0]
@@ -47,6 +53,12 @@ def check(plan: LaunchPlan) -> None:
         )
     engines: dict[str, int] = {}
     for rank in plan.ranks:
+        if rank.profile != plan.profile:
+            raise LaunchError(
+                f"rank {rank.rank} is of profile {rank.profile}, in a plan of {plan.profile}",
+                "a plan as it was made",
+                "Make it again: sm120-launch plan PROFILE --json",
+            )
         if keys.argv_sha256(rank.argv) != rank.argv_sha256:
             raise LaunchError(
                 f"rank {rank.rank}'s argv_sha256 is not its argv's",

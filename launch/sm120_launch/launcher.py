@@ -133,7 +133,7 @@ class Launch:
         if self.cancelled.is_set() and result in ("refused", "failed"):
             result, why = "cancelled", why or "by a signal"
         self.receipt.result = result
-        self.receipt.why = why
+        self.receipt.why = self._hide(why)
         self.receipt.ended = receipt.now()
         try:
             self.folder.update(self.receipt)

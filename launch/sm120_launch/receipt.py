@@ -31,7 +31,7 @@ FOLDER_VARIABLE = "SM120_LAUNCH_RECEIPTS"
 OUTPUT_HEAD, OUTPUT_TAIL = 8 << 10, 56 << 10
 """Characters of an output that are kept, from its beginning and its end."""
 
-_ID = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{8}")
+_ID = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9]{6}-[0-9a-f]{6}")
 
 Stage = Literal["intent", "clean", "gate", "stage", "start"]
 Result = Literal["passed", "started", "stopped", "refused", "failed", "cancelled"]
@@ -136,7 +136,7 @@ def now() -> str:
 
 def new_id() -> str:
     """Sorts by time (UTC); also part of containers' names (runtime.LAUNCH_ID)."""
-    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(4)}"
+    return f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}-{secrets.token_hex(3)}"
 
 
 def default_folder() -> Path:

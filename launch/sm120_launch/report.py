@@ -114,7 +114,7 @@ def judge(outcome: Outcome, rank: RankPlan, launch_id: str) -> Verdict:
         )
     line = own.rstrip(b"\n").rpartition(b"\n")[2]
     if (outcome.exit_code, status) in ((1, 1), (2, 2)):
-        return _refused(line, report_text)
+        return _refused(line, report_text, status)
     report: dict[str, Any] | None = None
     try:
         if outcome.exit_code != 0 or status != 0:
@@ -147,20 +147,23 @@ def _unframe(stdout: bytes, launch_id: str) -> tuple[bytes, bytes, int]:
     return b"\n".join(lines[:at]), b"\n".join(lines[at + 1 :]), int(found[1])
 
 
-def _refused(line: bytes, report_text: bytes) -> Verdict:
+def _refused(line: bytes, report_text: bytes, status: int) -> Verdict:
     """The self-test's own no; its report is kept where it can be read."""
-    label: Label = "NO ANSWER"
     said = one_line(line)
-    if said.startswith("SELFTEST FAIL"):
-        label = "FAIL"
-    elif said.startswith("SELFTEST NOT RUN"):
-        label = "NOT RUN"
+    label: Label = "NO ANSWER"
+    reason = f"exit {status}, but the last line is {said!r}"
+    if status == 1 and said.startswith("SELFTEST FAIL"):
+        label, reason = "FAIL", said
+    if status == 2 and said.startswith("SELFTEST NOT RUN"):
+        label, reason = "NOT RUN", said
+    verdict = Verdict(label=label, reason=one_line(reason))
     try:
         found = _parse(report_text)
-        gates = Report.model_validate(found).gates
-        return Verdict(label=label, reason=said, gates=gates, report=found)
+        verdict.gates = Report.model_validate(found).gates
+        verdict.report = found
     except (_Unbelievable, ValidationError):
-        return Verdict(label=label, reason=said or "no verdict in the output")
+        pass
+    return verdict
 
 
 def _parse(text: bytes) -> dict[str, Any]:

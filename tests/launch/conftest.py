@@ -212,6 +212,16 @@ class Hosts:
         digest = self.podman("image", "inspect", "--format", "{{.Digest}}", f"localhost/{name}")
         return Image(name=f"localhost/{name}", digest=digest, platform=PLATFORM)
 
+    def standin(self, name: str, version: str = "1") -> Image:
+        """An image of the stand-in; it knows its own name."""
+        files = {
+            "/usr/bin/python3": STANDIN / "python3",
+            "/usr/bin/vllm": STANDIN / "vllm",
+            "/runtime_key": KEY,
+            "/image": f"{name}:{version}",
+        }
+        return self.build(name, files, "/usr/bin:/bin")
+
 
 @pytest.fixture(scope="session")
 def hosts(debian, tmp_path_factory):
@@ -230,14 +240,9 @@ def hosts(debian, tmp_path_factory):
         "CONTAINERS_STORAGE_CONF": str(root / "storage.conf"),
     }
     found = Hosts(root, {**os.environ, **containers}, 2200 + 10 * _worker())
-    files = {
-        "/usr/bin/python3": STANDIN / "python3",
-        "/usr/bin/vllm": STANDIN / "vllm",
-        "/runtime_key": KEY,
-    }
     try:
         _start_servers(found, containers)
-        found.image = found.build("sm120-standin", files, "/usr/bin:/bin")
+        found.image = found.standin("sm120-standin")
         yield found
     finally:
         for server in found.servers.values():
@@ -313,7 +318,7 @@ class World:
         }
         return self.make_rank(number, **{**fields, **changes})
 
-    def plan(self, faults: Mapping[int, str] = {}, **changes: Any) -> LaunchPlan:  # noqa: B006
+    def plan(self, faults: Mapping[int, str] = {}, **changes: Any) -> LaunchPlan:
         """Four ranks; ``faults`` by rank, ``changes`` for all."""
         return self.plan_of(*(self.rank(n, faults.get(n, ""), **changes) for n in range(4)))
 
@@ -348,10 +353,23 @@ class World:
         return [json.loads(path.read_text()) for path in sorted(self.receipts.glob("*.json"))]
 
     def witnessed(self, word: str) -> list[str]:
-        """Argvs of the runs of ``gate`` or ``engine`` that really took place."""
+        """Image and argv of the runs of ``gate`` or ``engine`` that really took place."""
         log = self.witness / "log"
         lines = log.read_text().splitlines() if log.exists() else []
         return [line.partition(" ")[2] for line in lines if line.partition(" ")[0] == word]
+
+    def started(self, command: list[str]) -> "subprocess.Popen[str]":
+        """A command in the background; its output is in ``launcher.log``."""
+        log = open(self.folder / "launcher.log", "w")  # noqa: SIM115 the child's
+        with log:
+            return subprocess.Popen(command, env=self.hosts.environment, stdout=log, stderr=log)
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 60) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > deadline:
+                raise TimeoutError((self.folder / "launcher.log").read_text()[-2000:])
+            time.sleep(0.05)
 
     def containers(self) -> list[str]:
         """Names of this profile's containers, in whatever state."""

@@ -12,14 +12,15 @@ def test_gate_stage_start_receipt(world):
     """Every rank's own argv is gated in that rank's image, then all are staged and started."""
     plan = world.plan()
     staged = world.folder / "staged"
+    script = ("sh", "-c", 'echo "$1" >>"$2"', "sh")
     ranks = [
-        r.model_copy(update={"staging": (("sh", "-c", 'echo "$1" >>"$2"', "sh", str(r.rank), str(staged)),)})
-        for r in plan.ranks
-    ]  # fmt: skip
+        rank.model_copy(update={"staging": ((*script, str(rank.rank), str(staged)),)})
+        for rank in plan.ranks
+    ]
     plan = world.plan_of(*ranks)
     done = world.run("launch", plan)
     assert done.returncode == 0, done.stdout + done.stderr
-    argvs = sorted(" ".join(rank.argv) for rank in plan.ranks)
+    argvs = sorted("sm120-standin:1 " + " ".join(rank.argv) for rank in plan.ranks)
     assert sorted(world.witnessed("gate")) == argvs
     assert sorted(world.witnessed("engine")) == argvs
     assert sorted(staged.read_text().split()) == ["0", "1", "2", "3"]
