@@ -94,7 +94,9 @@ class ImageLimit(Request):
         return [*_dotted("--limit-mm-per-prompt", {"image": self.images})]
 
 
-OverrideName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")]
+OverrideName = Annotated[
+    str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$")
+]
 
 
 class HfOverrides(Request):
@@ -253,7 +255,7 @@ class Extra(Request):
     """Arguments as they are, for what no kind covers; none may be a request's own."""
 
     kind: Literal["extra"] = "extra"
-    arguments: tuple[str, ...]
+    arguments: tuple[str, ...] = Field(min_length=1)
 
     def render(self, context: Context) -> list[str]:
         return list(self.arguments)
@@ -445,7 +447,7 @@ def _dotted(flag: str, values: Mapping[str, Scalar]) -> list[str]:
 def _dotted_value(value: Scalar) -> str:
     """vLLM reads JSON, then numbers with a suffix (``1k``), then text: text that could be
     either of the first two goes as JSON."""
-    plain = isinstance(value, str) and re.fullmatch(r"[A-Za-z/_][\w./:@-]*", value)
+    plain = isinstance(value, str) and re.fullmatch(r"[A-Za-z/_][A-Za-z0-9_./:@-]*", value)
     if plain and value not in ("true", "false", "null", "NaN", "Infinity"):
         return str(value)
     return json.dumps(value, ensure_ascii=False)

@@ -238,7 +238,8 @@ def _run(
     run += _devices(rank)
     run += ["--ipc", "host"] if rank.ipc == "host" else []
     run += ["--shm-size", rank.shm_size] if rank.shm_size else []
-    run += ["--ulimit", f"memlock={rank.memlock}:{rank.memlock}"] if rank.memlock else []
+    if rank.memlock is not None:
+        run += ["--ulimit", f"memlock={rank.memlock}:{rank.memlock}"]
     if rank.cache_volume:
         run += ["--mount", f"type=volume,source={rank.cache_volume},target={CACHE}"]
     run += ["--mount", f"type=bind,source={rank.checkpoint},target={rank.model},readonly"]
