@@ -68,7 +68,7 @@ def start(
         command = runtime.logs_command(rank, launch_id, "engine")
         logs = transport.run(rank.transport, command)
         ran(rank, "logs", logs)
-        said = last_line(logs.stdout) or last_line(logs.stderr)
+        said = last_line(logs.stderr) or last_line(logs.stdout)
         end = f" ({said})" if said and logs.ok else ""
         return StartFailed(one_line(f"rank {rank.rank} on {rank.host} {what}{end}"))
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -318,9 +319,14 @@ class World:
         }
         return self.make_rank(number, **{**fields, **changes})
 
-    def plan(self, faults: Mapping[int, str] = {}, **changes: Any) -> LaunchPlan:
-        """Four ranks; ``faults`` by rank, ``changes`` for all."""
-        return self.plan_of(*(self.rank(n, faults.get(n, ""), **changes) for n in range(4)))
+    def plan(
+        self,
+        faults: Mapping[int, str] = MappingProxyType({}),
+        ranks: int = 4,
+        **changes: Any,
+    ) -> LaunchPlan:
+        """``ranks`` ranks; ``faults`` by rank, ``changes`` for all."""
+        return self.plan_of(*(self.rank(n, faults.get(n, ""), **changes) for n in range(ranks)))
 
     def plan_of(self, *ranks: RankPlan) -> LaunchPlan:
         return LaunchPlan(

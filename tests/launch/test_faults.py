@@ -47,7 +47,8 @@ SELFTEST = {
     "flood": ("NO ANSWER", "oversized"),
     "flood_stderr": ("NO ANSWER", "oversized"),
     "long_line": ("NO ANSWER", "oversized"),
-    "garbage": None,  # neither are bytes before the verdict
+    "garbage": ("NO ANSWER", "last line"),
+    "garbage_before": None,  # neither are bytes in lines before the verdict
     "silent": ("NO ANSWER", "last line"),
     "crash": ("NO ANSWER", "exit 139"),
     "no_report": ("NO ANSWER", "no report"),
@@ -76,10 +77,10 @@ def nothing_started(world, done, code=1):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_selftest(world, fault):
     label, reason = FAULTS[fault]
-    rank = list(FAULTS).index(fault) % 4
+    rank = list(FAULTS).index(fault) % 2
     changes = {"gate_timeout_s": 3} if fault in LIMITED else {}
-    plan = world.plan()
-    ranks = [world.rank(n, fault, **changes) if n == rank else r for n, r in enumerate(plan.ranks)]
+    good = world.plan(ranks=2).ranks
+    ranks = [world.rank(n, fault, **changes) if n == rank else good[n] for n in range(2)]
     begun = time.monotonic()
     done = world.run("launch", world.plan_of(*ranks))
     assert time.monotonic() - begun < 30
@@ -88,7 +89,7 @@ def test_selftest(world, fault):
     assert (found["verdict"], reason in found["reason"]) == (label, True), found["reason"]
     assert {r["verdict"] for r in kept["ranks"] if r["rank"] != rank} == {"PASS"}
     assert f"rank {rank} on host{rank + 1}" in kept["why"]
-    assert len(world.witnessed("gate")) == 4
+    assert len(world.witnessed("gate")) == 2
     assert os.path.getsize(world.receipts / f"{kept['id']}.json") < 1 << 20
 
 
@@ -279,8 +280,8 @@ def test_second_command_waits_its_turn(world):
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_cancelled(world, kind):
     """A signal ends a launch in order: containers gone, receipt whole."""
-    launcher = world.started(world.command("launch", world.plan({1: "hangs"})))
-    world.wait_for(lambda: len(world.witnessed("gate")) == 4)
+    launcher = world.started(world.command("launch", world.plan({1: "hangs"}, ranks=2)))
+    world.wait_for(lambda: len(world.witnessed("gate")) == 2)
     launcher.send_signal(kind)
     assert launcher.wait(30) == 1
     [kept] = world.kept()
@@ -304,13 +305,12 @@ BY_ITSELF = {
 
 @pytest.mark.parametrize("point", BY_ITSELF)
 def test_killed_at(world, point):
-    plan = world.plan()
-    world.command("launch", plan)
+    world.command("launch", world.plan(ranks=2))
     python, script = world.control / "bin/python", KILLED
     files = [world.folder / "plan.json", world.receipts]
     killed = world.started([str(x) for x in (python, script, point, *files)])
     assert killed.wait(60) == -signal.SIGKILL
-    after_kill(world, BY_ITSELF[point], engines=4 if point == "end" else 0)
+    after_kill(world, BY_ITSELF[point], engines=2 if point == "end" else 0)
 
 
 AT_WORK = {"gate": "hangs", "stage": "", "start": "engine_never_up"}
@@ -318,7 +318,7 @@ AT_WORK = {"gate": "hangs", "stage": "", "start": "engine_never_up"}
 
 @pytest.mark.parametrize("stage", AT_WORK)
 def test_killed_while(world, stage):
-    plan = world.plan(dict.fromkeys(range(4), AT_WORK[stage]))
+    plan = world.plan(dict.fromkeys(range(2), AT_WORK[stage]), ranks=2)
     staged = world.folder / "staged"
     if stage == "stage":
         command = ("sh", "-c", 'echo >>"$1"; sleep 2', "sh", str(staged))
@@ -326,14 +326,14 @@ def test_killed_while(world, stage):
         plan = world.plan_of(*ranks)
     launcher = world.started(world.command("launch", plan))
     at_work = {
-        "gate": lambda: len(world.witnessed("gate")) == 4,
-        "stage": lambda: staged.exists() and len(staged.read_text()) == 4,
-        "start": lambda: len(world.witnessed("engine")) == 4,
+        "gate": lambda: len(world.witnessed("gate")) == 2,
+        "stage": lambda: staged.exists() and len(staged.read_text()) == 2,
+        "start": lambda: len(world.witnessed("engine")) == 2,
     }
     world.wait_for(at_work[stage])
     launcher.kill()
     launcher.wait()
-    after_kill(world, stage, engines=4 if stage == "start" else 0)
+    after_kill(world, stage, engines=2 if stage == "start" else 0)
 
 
 def after_kill(world, stage, engines):
@@ -343,15 +343,15 @@ def after_kill(world, stage, engines):
     before = path.read_bytes()
     assert (left["result"], left["stage"]) == (None, stage)
     assert len(world.witnessed("engine")) == engines
-    done = world.run("launch", world.plan())
+    done = world.run("launch", world.plan(ranks=2))
     assert done.returncode == 0, done.stdout + done.stderr
     first, second = world.kept()
     assert path.read_bytes() == before
     assert second["result"] == "started"
     assert second["interrupted"] == second["cleaned"] == [first["id"]]
-    assert len(world.witnessed("engine")) == engines + 4
+    assert len(world.witnessed("engine")) == engines + 2
     names = world.containers()
-    assert len(names) == 4 and all(f".{second['id']}." in name for name in names)
+    assert len(names) == 2 and all(f".{second['id']}." in name for name in names)
 
 
 @pytest.fixture
