@@ -43,16 +43,17 @@ HOST_ENVIRONMENT = (
 """What a process of runtime venv keeps of the host's environment."""
 
 # $1 launch id, $2 limit in seconds, $3 Python, then the argv. The limit ends the
-# self-test from inside, also where the connection to the host is lost.
+# self-test from inside, also where the connection to the host is lost. It runs in a
+# folder of its own: Python would import a `vllm` from where it stands.
 _GATE = f"""\
 id=$1 limit=$2 python=$3; shift 3
-folder=$(mktemp -d) || exit 125
-timeout -s KILL "$limit" "$python" -m {SELFTEST} --json "$folder/report" -- "$@" </dev/null
+folder=$(mktemp -d) && mkdir "$folder/cwd" && cd "$folder/cwd" || exit 125
+timeout -s KILL "$limit" "$python" -m {SELFTEST} --json ../report -- "$@" </dev/null
 status=$?
 printf '\\n{REPORT_MARK} %s\\n' "$id"
-[ ! -f "$folder/report" ] || head -c {REPORT_LIMIT} "$folder/report"
+[ ! -f ../report ] || head -c {REPORT_LIMIT} ../report
 printf '\\n{END_MARK} %s %s\\n' "$id" "$status"
-rm -rf "$folder"
+cd / && rm -rf "$folder"
 exit "$status"
 """
 
