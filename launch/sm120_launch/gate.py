@@ -123,11 +123,15 @@ def run(
 
 
 def _judge(outcome: Outcome, rank: RankPlan, launch_id: str) -> Verdict:
-    late = outcome.seconds >= rank.gate_timeout_s
-    if late and (outcome.exit_code == _KILLED or outcome.problem == "lost"):
-        reason = f"timed out: no end within {rank.gate_timeout_s} s"
-        return Verdict(label="NO ANSWER", reason=reason)
-    return judge(outcome, rank, launch_id)
+    limit = rank.gate_timeout_s
+    if outcome.seconds < limit:
+        return judge(outcome, rank, launch_id)
+    if outcome.exit_code == _KILLED:
+        return Verdict(label="NO ANSWER", reason=f"timed out: no end within {limit} s")
+    verdict = judge(outcome, rank, launch_id)
+    if outcome.problem:
+        verdict.reason += f"; its {limit} s had passed"
+    return verdict
 
 
 def _no_image(rank: RankPlan, found: Outcome) -> str:

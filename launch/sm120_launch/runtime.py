@@ -95,12 +95,16 @@ env = {k: v for k, v in os.environ.items() if k in keep}
 env["PATH"] = bin + ":" + env.get("PATH", "/usr/local/bin:/usr/bin:/bin")
 os.execvpe(sys.argv[2], sys.argv[2:], {**env, **more})
 """
-# $1 name, then the command
+# $1 name, $2 rank, then the command. Returns once the process can be found by its variable.
 _VENV_START = f"""\
-folder="{_FOLDER}"; name=$1; shift
+folder="{_FOLDER}"; name=$1 rank=$2; shift 2
 mkdir -p "$folder" || exit 125
-setsid sh -c 'file=$1; shift; "$@" >"$file.log" 2>&1 </dev/null; echo $? >"$file.exit"' \\
+SM120_LAUNCH=$name SM120_LAUNCH_RANK=$rank \\
+  setsid sh -c 'file=$1; shift; "$@" >"$file.log" 2>&1 </dev/null; echo $? >"$file.exit"' \\
   sh "$folder/$name" "$@" >/dev/null 2>&1 </dev/null &
+until grep -qszxF "SM120_LAUNCH=$name" "/proc/$!/environ" || ! kill -0 $! 2>/dev/null; do
+  sleep 0.05
+done
 echo $!
 """
 # $1 variable, $2 name
@@ -168,7 +172,8 @@ def engine_command(rank: RankPlan, launch_id: str) -> list[str]:
     container = name(rank, launch_id, "engine")
     if rank.runtime == "venv":
         serve = _in_venv(rank, container, [f"{rank.venv}/bin/vllm", "serve", *rank.argv])
-        return _shell(_VENV_START, container, *serve)
+        variables = _variables(rank, container)
+        return _shell(_VENV_START, *variables.values(), *serve)
     return [*_run(rank, container, rank.network, ["--detach"], "vllm"), "serve", *rank.argv]
 
 
