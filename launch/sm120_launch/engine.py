@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from sm120_launch import runtime, transport
 from sm120_launch.plan import RankPlan
 from sm120_launch.process import Outcome
-from sm120_launch.report import last_line, one_line
+from sm120_launch.report import last_line, one_line, why
 
 # Seconds between two looks at the ranks.
 _LOOK_S = 1.0
@@ -102,10 +102,3 @@ def start(
 
 def _runs(status: Outcome) -> bool:
     return status.ok and one_line(status.stdout) == "running"
-
-
-def why(outcome: Outcome) -> str:
-    """An outcome that is not what was hoped for, in one line."""
-    said = outcome.detail or last_line(outcome.stderr) or last_line(outcome.stdout)
-    what = outcome.problem or f"exit {outcome.exit_code}"
-    return one_line(f"{what}: {said}" if said else what)

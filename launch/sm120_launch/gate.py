@@ -15,7 +15,7 @@ from sm120_launch import keys, runtime, transport
 from sm120_launch.errors import LaunchError
 from sm120_launch.plan import LaunchPlan, RankPlan
 from sm120_launch.process import Outcome
-from sm120_launch.report import Verdict, judge, last_line, one_line
+from sm120_launch.report import Verdict, judge, last_line, one_line, why
 
 # What the transport waits longer than the gate's own limit, in seconds: a container's start
 # and end. The limit inside comes first and says more.
@@ -98,6 +98,11 @@ def run(
     if rank.image and rank.image.platform not in (said := one_line(found.stdout)):
         reason = f"the host has the image for {said}, planned is {rank.image.platform}"
         return Verdict(label="NO ANSWER", reason=reason)
+    if (command := runtime.cache_command(rank)) is not None:
+        made = transport.run(rank.transport, command, cancelled=cancelled)
+        ran("cache volume", made)
+        if not made.ok:
+            return Verdict(label="NO ANSWER", reason=f"no cache volume: {why(made)}")
     told("self-test")
     outcome = transport.run(
         rank.transport,
@@ -135,9 +140,9 @@ def _judge(outcome: Outcome, rank: RankPlan, launch_id: str) -> Verdict:
 
 
 def _no_image(rank: RankPlan, found: Outcome) -> str:
-    said = last_line(found.stderr)
     if found.problem:
-        return one_line(f"{found.problem}: {found.detail or said}")
+        return why(found)
+    said = last_line(found.stderr)
     if rank.image is None:
         return one_line(f"no Python in {rank.venv} ({said})")
     return one_line(f"the host's {rank.runtime} does not have {rank.image.reference} ({said})")

@@ -18,6 +18,7 @@ from sm120_launch.errors import LaunchError
 from sm120_launch.plan import LaunchPlan, LocalTransport, RankPlan
 from sm120_launch.process import Outcome
 from sm120_launch.receipt import Command, Folder, RankRecord, Receipt, Result, Stage
+from sm120_launch.report import why as why_not
 
 T = TypeVar("T")
 
@@ -173,7 +174,7 @@ class Launch:
                 outcome = transport.run(rank.transport, command, cancelled=self.cancelled)
                 if not outcome.ok:
                     self._ran(rank, "clean", outcome)
-                    return f"rank {rank.rank} on {rank.host}: {engine.why(outcome)}"
+                    return f"rank {rank.rank} on {rank.host}: {why_not(outcome)}"
             return ""
 
         failed = [why for why in self._on_all(clean, self.plan.ranks) if why]
@@ -227,7 +228,7 @@ class Launch:
                 )
                 self._ran(rank, "stage", outcome)
                 if not outcome.ok:
-                    return f"staging for rank {rank.rank} on {rank.host}: {engine.why(outcome)}"
+                    return f"staging for rank {rank.rank} on {rank.host}: {why_not(outcome)}"
             return ""
 
         failed = [why for why in self._on_all(stage, self.plan.ranks) if why]
@@ -262,7 +263,7 @@ class Launch:
             command = runtime.stop_command(rank, self.id, "engine")
             outcome = transport.run(rank.transport, command)
             self._ran(rank, "stop", outcome)
-            record.engine = "stopped" if outcome.ok else f"may still run: {engine.why(outcome)}"
+            record.engine = "stopped" if outcome.ok else f"may still run: {why_not(outcome)}"
             self._told(rank, record.engine)
             return "" if outcome.ok else f"; rank {rank.rank} on {rank.host} {record.engine}"
 

@@ -99,6 +99,13 @@ def last_line(data: bytes) -> str:
     return one_line(lines[-1]) if lines else ""
 
 
+def why(outcome: Outcome) -> str:
+    """A command that did not do what it should, in one line."""
+    said = outcome.detail or last_line(outcome.stderr) or last_line(outcome.stdout)
+    what = outcome.problem or f"exit {outcome.exit_code}"
+    return one_line(f"{what}: {said}" if said else what)
+
+
 def judge(outcome: Outcome, rank: RankPlan, launch_id: str) -> Verdict:
     """The verdict on one gate's output. Never raises."""
     if outcome.problem:

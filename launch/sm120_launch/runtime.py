@@ -72,6 +72,10 @@ command -v "$1" >/dev/null || exit 127
 "$1" rm --force "$2" >/dev/null 2>&1
 ! "$1" container inspect "$2" >/dev/null 2>&1
 """
+# $1 engine, $2 volume
+_VOLUME = """\
+"$1" volume create "$2" >/dev/null 2>&1 || "$1" volume inspect "$2" >/dev/null
+"""
 # $1 engine, $2 label
 _CLEANUP = """\
 found=$("$1" ps --all --quiet --filter "label=$2") || exit
@@ -229,6 +233,14 @@ def inspect_image_command(rank: RankPlan) -> list[str]:
     digest = "{{.Digest}}" if engine == "podman" else "{{json .RepoDigests}}"
     platform = "{{.Os}}/{{.Architecture}}"
     return [engine, "image", "inspect", "--format", f"{digest} {platform}", reference]
+
+
+def cache_command(rank: RankPlan) -> list[str] | None:
+    """Makes the cache volume where it is not there; None without one. Two ranks of a host
+    that start at once would both make it, and podman fails the second."""
+    if rank.cache_volume is None or rank.runtime == "venv":
+        return None
+    return _shell(_VOLUME, rank.runtime, rank.cache_volume)
 
 
 def _run(

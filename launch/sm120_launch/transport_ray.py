@@ -8,6 +8,7 @@ Ray runs in a process of its own: it ends the process that uses it when the clus
 has been gone for a minute, and a receipt has to be completed even then.
 """
 
+import atexit
 import contextlib
 import itertools
 import multiprocessing
@@ -27,6 +28,7 @@ from sm120_launch.process import Outcome
 _EXTRA_S = 60.0
 # Ray itself tries for minutes to reach a cluster that is not there.
 _CONNECT_S = 40.0
+_END_S = 5.0
 _TICK = 0.2
 
 _clients: dict[str, "_Client"] = {}
@@ -65,6 +67,13 @@ class _Client:
         self._waiting: dict[int, tuple[threading.Event, list[Outcome]]] = {}
         self.alive = True
         threading.Thread(target=self._listen, daemon=True).start()
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        """In order: a signal would make Ray print where it was."""
+        with self._lock, contextlib.suppress(OSError):
+            self._pipe.send(None)
+        self._process.join(_END_S)
 
     def run(
         self,
@@ -141,7 +150,9 @@ def _serve(address: str, pipe: Connection) -> None:
         try:
             request = pipe.recv()
         except (EOFError, OSError):
-            os._exit(0)  # the launcher is gone
+            request = None  # the launcher is gone
+        if request is None:
+            os._exit(0)
         threading.Thread(target=answer, args=request, daemon=True).start()
 
 

@@ -13,7 +13,17 @@ from sm120_launch.plan import SshTransport
 from sm120_launch.process import Outcome
 from sm120_launch.receipt import Folder
 
-COMMANDS = ("inspect_image", "gate", "engine", "status", "ready", "logs", "stop", "cleanup")
+COMMANDS = (
+    "inspect_image",
+    "cache",
+    "gate",
+    "engine",
+    "status",
+    "ready",
+    "logs",
+    "stop",
+    "cleanup",
+)
 OK = Outcome(0)
 
 
@@ -113,7 +123,7 @@ def test_the_intent_is_on_disk_before_anything_is_run(hosts, folder, plan):
 def test_gate_alone_starts_nothing(hosts, folder, plan):
     done = launch(plan, folder, "gate")
     assert done.result == "passed"
-    assert set(hosts.purposes()) == {"inspect_image", "gate"}
+    assert set(hosts.purposes()) == {"inspect_image", "cache", "gate"}
 
 
 NOT_A_PASS = {
