@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
@@ -23,8 +24,9 @@ from typing import Any
 
 import pytest
 
-from sm120_launch import keys
+from sm120_launch import engine, keys, launcher, runtime, transport
 from sm120_launch.plan import Image, LaunchPlan, LocalTransport, Mount, RankPlan, SshTransport
+from sm120_launch.process import Outcome
 
 REPOSITORY = Path(__file__).parents[2]
 STANDIN = Path(__file__).parent / "standin"
@@ -90,6 +92,73 @@ def make_plan(make_rank) -> Callable[..., LaunchPlan]:
         )
 
     return make
+
+
+COMMANDS = (
+    "inspect_image",
+    "cache",
+    "gate",
+    "engine",
+    "status",
+    "ready",
+    "logs",
+    "stop",
+    "cleanup",
+)
+
+
+class FakeHosts:
+    """Answers every command; ``says[purpose, rank]`` replaces the answer of a good host."""
+
+    def __init__(self):
+        self.calls = []
+        self.says = {}
+        self.lock = threading.Lock()
+
+    def run(self, where, argv, **more):
+        purpose, rank, *rest = argv
+        number = int(rank) if purpose == "stage" else rank.rank
+        with self.lock:
+            self.calls.append((purpose, number))
+        said = self.says.get((purpose, number), self.says.get(purpose))
+        if said is None:
+            said = getattr(self, purpose, lambda rank, *rest: Outcome(0))
+        return said(rank, *rest) if callable(said) else said
+
+    def inspect_image(self, rank):
+        return Outcome(0, stdout=f"{rank.image.digest} {rank.image.platform}\n".encode())
+
+    def gate(self, rank, launch_id):
+        report = (
+            f'{{"schema":1,"runtime_key":"{rank.runtime_key}","argv_sha256":"{rank.argv_sha256}",'
+            f'"env_sha256":"{rank.env_sha256}","complete":true,"level":"device",'
+            '"verdict":"PASS","line":"SELFTEST PASS","gates":[],'
+            '"rows":[{"ok":true,"error_norm":0.0}]}'
+        )
+        frame = "SELFTEST PASS\n\nSM120-REPORT {0}\n{1}\nSM120-END {0} 0\n"
+        return Outcome(0, stdout=frame.format(launch_id, report).encode())
+
+    def status(self, rank, launch_id, purpose):
+        return Outcome(0, stdout=b"running\n")
+
+    def purposes(self):
+        return [purpose for purpose, _ in self.calls]
+
+
+@pytest.fixture
+def fake_hosts(monkeypatch):
+    """Commands as (purpose, rank, …), answered by FakeHosts."""
+    found = FakeHosts()
+    for purpose in COMMANDS:
+        monkeypatch.setattr(
+            runtime,
+            f"{purpose}_command",
+            lambda rank, *rest, purpose=purpose: [purpose, rank, *rest],
+        )
+    monkeypatch.setattr(transport, "run", found.run)
+    monkeypatch.setattr(engine, "_LOOK_S", 0.01)
+    monkeypatch.setattr(launcher, "_IN_FLIGHT_S", 0.0)
+    return found
 
 
 @contextmanager

@@ -2,83 +2,24 @@
 """A launch from intent to receipt, on hosts that are made up: what follows what, and what
 stops it. tests/launch/test_faults.py has the same on real ones."""
 
+import re
 import threading
 
 import pytest
 
-from sm120_launch import engine, gate, keys, launcher, receipt, runtime, transport
+from sm120_launch import gate, receipt, runtime
 from sm120_launch.errors import LaunchError
 from sm120_launch.launcher import Launch
 from sm120_launch.plan import SshTransport
 from sm120_launch.process import Outcome
 from sm120_launch.receipt import Folder
 
-COMMANDS = (
-    "inspect_image",
-    "cache",
-    "gate",
-    "engine",
-    "status",
-    "ready",
-    "logs",
-    "stop",
-    "cleanup",
-)
 OK = Outcome(0)
 
 
-class FakeHosts:
-    """Answers every command; ``says[purpose, rank]`` replaces the answer of a good host."""
-
-    def __init__(self):
-        self.calls = []
-        self.says = {}
-        self.lock = threading.Lock()
-
-    def run(self, where, argv, **more):
-        purpose, rank, *rest = argv
-        number = int(rank) if purpose == "stage" else rank.rank
-        with self.lock:
-            self.calls.append((purpose, number))
-        said = self.says.get((purpose, number), self.says.get(purpose))
-        if said is None:
-            said = getattr(self, purpose, lambda rank, *rest: OK)
-        return said(rank, *rest) if callable(said) else said
-
-    def inspect_image(self, rank):
-        return Outcome(0, stdout=f"{rank.image.digest} {rank.image.platform}\n".encode())
-
-    def gate(self, rank, launch_id):
-        report = (
-            f'{{"schema":1,"runtime_key":"{rank.runtime_key}","argv_sha256":"{rank.argv_sha256}",'
-            f'"env_sha256":"{rank.env_sha256}","complete":true,"level":"device",'
-            '"verdict":"PASS","line":"SELFTEST PASS","gates":[],'
-            '"rows":[{"ok":true,"error_norm":0.0}]}'
-        )
-        frame = "SELFTEST PASS\n\nSM120-REPORT {0}\n{1}\nSM120-END {0} 0\n"
-        return Outcome(0, stdout=frame.format(launch_id, report).encode())
-
-    def status(self, rank, launch_id, purpose):
-        return Outcome(0, stdout=b"running\n")
-
-    def purposes(self):
-        return [purpose for purpose, _ in self.calls]
-
-
 @pytest.fixture
-def hosts(monkeypatch):
-    """Commands as (purpose, rank, …), answered by FakeHosts."""
-    found = FakeHosts()
-    for purpose in COMMANDS:
-        monkeypatch.setattr(
-            runtime,
-            f"{purpose}_command",
-            lambda rank, *rest, purpose=purpose: [purpose, rank, *rest],
-        )
-    monkeypatch.setattr(transport, "run", found.run)
-    monkeypatch.setattr(engine, "_LOOK_S", 0.01)
-    monkeypatch.setattr(launcher, "_IN_FLIGHT_S", 0.0)
-    return found
+def hosts(fake_hosts):
+    return fake_hosts
 
 
 @pytest.fixture
@@ -366,9 +307,6 @@ def test_check(make_plan, make_rank):
 
 
 def test_ids_sort_by_time_and_name_containers():
-    import re
-
     first, second = receipt.new_id(), receipt.new_id()
     assert first < second
     assert re.fullmatch(runtime.LAUNCH_ID, first)
-    assert keys.digest(first) != keys.digest(second)
