@@ -14,10 +14,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sm120_launch import cli_launch, runtime
+from sm120_launch import cli_launch, planning, runtime
 from sm120_launch import images as produced
 from sm120_launch import profile as profiles
 from sm120_launch.errors import EXIT_BAD_INPUT, EXIT_NO, LaunchError
+from sm120_launch.image_build import Build
 
 app = typer.Typer(
     name="sm120-launch",
@@ -29,7 +30,7 @@ app = typer.Typer(
 )
 image_app = typer.Typer(no_args_is_help=True, help="Produced images: build, record, check.")
 app.add_typer(image_app, name="image")
-cli_launch.register(app, lambda path: profiles.plan(profiles.load(path)))
+cli_launch.register(app, lambda path: planning.plan(profiles.load(path)))
 out = Console(emoji=False)
 err = Console(stderr=True, emoji=False)
 
@@ -39,7 +40,7 @@ ImagesFile = Annotated[Path, typer.Option("--images", help="The images file.")]
 EngineName = Annotated[str, typer.Option("--engine", help="podman or docker.")]
 _IMAGES = Path("images.toml")
 
-cli_launch.register(app, lambda path: profiles.plan(profiles.load(path)))
+cli_launch.register(app, lambda path: planning.plan(profiles.load(path)))
 
 
 @app.command("plan")
@@ -48,7 +49,7 @@ def plan_command(profile: ProfilePath, as_json: Json = False) -> None:
 
     Commands are shown with launch id `plan`; a launch has one of its own.
     """
-    plan = profiles.plan(profiles.load(profile))
+    plan = planning.plan(profiles.load(profile))
     if as_json:
         ranks = [
             {
@@ -123,7 +124,7 @@ def image_build(
     ] = None,
 ) -> None:
     """Build an image from a wheel, without network, and add its row to the images file."""
-    build = produced.Build(
+    build = Build(
         engine=_engine(engine),
         base=base,
         wheel=wheel,

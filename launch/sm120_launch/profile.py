@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A profile: what to serve, with which build, on which hosts. One TOML file.
 
-    load(path)     the profile, checked; refusals name file, key and remedy
-    plan(profile)  what it comes to, with the recipe and the images file it names
-
-Paths in a profile are relative to its folder. docs/launching.md has whole ones.
+Paths in it are relative to its folder. docs/launching.md has whole ones. What it comes to,
+with the recipe and the images file that it names: planning.py.
 """
 
 import re
@@ -14,11 +12,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, ValidationError, field_validator, model_validator
 
-from sm120_launch import images, keys, requests
+from sm120_launch import keys, requests
 from sm120_launch.errors import LaunchError
-from sm120_launch.plan import LaunchPlan, Mount, RankPlan, Strict, Transport
-from sm120_launch.requests import AnyRequest, Context, Modality, Parallel, Server
-from sm120_launch.runtime import CACHE
+from sm120_launch.plan import Mount, Strict, Transport
+from sm120_launch.requests import AnyRequest, Parallel
 from sm120_launch.toml import explain, read_toml
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$", max_length=48)]
@@ -37,7 +34,6 @@ _RESERVED = {
     "SM120_LAUNCH": "the launcher finds its processes by it",
     "SM120_LAUNCH_RANK": "the launcher finds its processes by it",
 }
-_DEFAULT_PORT = 8000  # vLLM's own
 
 
 class MountSpec(Mount):
@@ -193,202 +189,4 @@ def _merged(defaults: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, An
     for table in ("env", "nccl"):
         if isinstance(defaults.get(table), dict) and isinstance(own.get(table), dict):
             out[table] = {**defaults[table], **own[table]}
-    return out
-
-
-def plan(profile: Profile) -> LaunchPlan:
-    """What a profile comes to.
-
-    Raises:
-        LaunchError: requests contradict each other, ranks and layout do not fit, there is
-            no recipe, or no image for a rank.
-    """
-    recipe = keys.load_recipe(profile.beside(profile.recipe))
-    major, minor = (int(part) for part in recipe.base.split(".")[:2])
-    base = (major, minor)
-    if found := requests.conflicts(profile.requests, Context(base)):
-        raise LaunchError(f"{profile.path}: requests:\n  " + "\n  ".join(found))
-    specs = _numbered(profile)
-    _check_layout(profile, specs)
-    where = profile.beside(profile.images)
-    rows = images.load(where) if any(s.runtime != "venv" for s in specs) else ()
-    ranks = tuple(
-        _rank(profile, number, spec, Context(base, number), recipe.runtime_key, rows, where)
-        for number, spec in enumerate(specs)
-    )
-    return LaunchPlan(
-        profile=profile.name,
-        profile_key=keys.profile_key(profile.model, requests.contents(profile.requests)),
-        runtime_key=recipe.runtime_key,
-        base=recipe.base,
-        ranks=ranks,
-        warnings=tuple(_warnings(profile, specs)),
-    )
-
-
-def _numbered(profile: Profile) -> list[RankSpec]:
-    """The ranks in the order of their numbers, which must be 0, 1, 2, …"""
-    numbers = [n if s.rank is None else s.rank for n, s in enumerate(profile.ranks)]
-    for place, number in enumerate(numbers):
-        if numbers.index(number) != place:
-            raise LaunchError(
-                f"{profile.path}: ranks.{place}.rank: {number} is ranks.{numbers.index(number)}'s",
-                "every rank once",
-                "Give another number, or leave 'rank' out throughout.",
-            )
-    if missing := set(range(len(numbers))) - set(numbers):
-        raise LaunchError(
-            f"{profile.path}: ranks: {sorted(numbers)}",
-            f"0 to {len(numbers) - 1}",
-            f"There is no rank {min(missing)}.",
-        )
-    return [
-        spec for _, spec in sorted(zip(numbers, profile.ranks, strict=True), key=lambda p: p[0])
-    ]
-
-
-def _check_layout(profile: Profile, specs: list[RankSpec]) -> None:
-    path, layout = profile.path, profile.parallel
-    for number, spec in enumerate(specs):
-        if spec.runtime == "venv" and spec.checkpoint not in (None, profile.model):
-            raise LaunchError(
-                f"{path}: ranks.{number}.checkpoint: {spec.checkpoint}, not {profile.model}",
-                "the argv's own path, since nothing is mounted for a virtual environment",
-                "Drop 'checkpoint'.",
-            )
-    with_ray = [s.transport.kind == "ray" for s in specs]
-    if any(with_ray) != all(with_ray) or any(with_ray) != (layout.executor == "ray"):
-        raise LaunchError(
-            f"{path}: ranks with transport ray: {sum(with_ray)} of {len(specs)}, "
-            f"requests.parallel.executor: {layout.executor or 'not given'}",
-            "ray for all and executor 'ray', or neither",
-            "With Ray the first rank is the driver, and the others are the nodes it uses.",
-        )
-    if not any(with_ray) and len(specs) != (layout.nnodes or 1):
-        raise LaunchError(
-            f"{path}: {len(specs)} ranks, requests.parallel.nnodes: {layout.nnodes or 1}",
-            "as many ranks as nodes",
-            "A rank is one `vllm serve`, with all the GPUs that it uses.",
-        )
-    counts = [s.gpus for s in specs]
-    if all(counts):  # no devices at all is allowed: the self-test then says NOT RUN
-        total = sum(n or 0 for n in counts)
-        each = layout.gpus // (layout.nnodes or 1)
-        wrong = [n for n, count in enumerate(counts) if count != each]
-        if any(with_ray) and total != layout.gpus:
-            raise LaunchError(
-                f"{path}: ranks name {total} GPUs, tensor × pipeline is {layout.gpus}",
-                "as many GPUs as the layout uses",
-                "Change 'devices', or the layout.",
-            )
-        if not any(with_ray) and wrong:
-            raise LaunchError(
-                f"{path}: ranks.{wrong[0]}.devices: {counts[wrong[0]]} GPUs",
-                f"{each}, the rank's share of tensor × pipeline = {layout.gpus}",
-                "Change 'devices', or the layout.",
-            )
-    seen: dict[tuple[str, str], int] = {}
-    for number, spec in enumerate(specs):
-        for device in (d for d in spec.devices if not d.startswith("/dev/")):
-            first = seen.setdefault((_host(spec), device), number)
-            if first != number:
-                raise LaunchError(
-                    f"{path}: ranks.{number}.devices: {device} of {_host(spec)} is rank {first}'s",
-                    "a GPU to belong to one rank",
-                    "Change 'devices'.",
-                )
-
-
-def _host(spec: RankSpec) -> str:
-    match spec.transport.kind:
-        case "ssh":
-            # A port of its own may be a machine of its own, behind one address.
-            port = spec.transport.port
-            return spec.transport.address + ("" if port == 22 else f":{port}")
-        case "ray":
-            return spec.transport.node
-        case _:
-            return "local"
-
-
-def _rank(
-    profile: Profile,
-    number: int,
-    spec: RankSpec,
-    context: Context,
-    runtime_key: str,
-    rows: tuple[images.Row, ...],
-    where: Path,
-) -> RankPlan:
-    image = cache = None
-    env = {**spec.env, **{f"NCCL_{k.removeprefix('NCCL_')}": v for k, v in spec.nccl.items()}}
-    planned_env = dict(env)
-    if spec.runtime != "venv":
-        build = profile.beside(profile.recipe)
-        wheel = build if build.suffix == ".whl" else "WHEEL"
-        row = images.find(rows, runtime_key, spec.platform, spec.runtime, where, wheel)
-        image = row.image
-        cache = f"sm120-cache-{row.digest.removeprefix('sha256:')[:16]}"
-        env["HOME"] = CACHE
-        planned_env = {**row.env, **env}
-    # The driver's argv is what Ray's workers run too: the gate asks about it on every node.
-    with_ray = spec.transport.kind == "ray"
-    argv = [
-        profile.model,
-        *requests.render(profile.requests, Context(context.base, 0 if with_ray else number)),
-    ]
-    starts = not with_ray or number == 0
-    server = requests.by_kind(profile.requests).get("server")
-    port = server.port if isinstance(server, Server) else None
-    transport = spec.transport
-    if transport.kind == "ssh":
-        files = {n: getattr(transport, n) for n in ("known_hosts", "identity")}
-        found = {n: str(profile.beside(f).resolve()) for n, f in files.items() if f}
-        transport = transport.model_copy(update=found)
-    return RankPlan(
-        rank=number,
-        profile=profile.name,
-        host=spec.host or _host(spec),
-        transport=transport,
-        runtime=spec.runtime,
-        image=image,
-        venv=spec.venv,
-        runtime_key=runtime_key,
-        argv=tuple(argv),
-        argv_sha256=keys.argv_sha256(argv),
-        env=dict(sorted(env.items())),
-        pass_env=spec.pass_env,
-        env_sha256=keys.env_sha256(planned_env),
-        starts_engine=starts,
-        devices=spec.devices,
-        checkpoint=spec.checkpoint or profile.model,
-        model=profile.model,
-        mounts=tuple(Mount(**m.model_dump()) for m in spec.mounts),
-        network=spec.network,
-        gate_network=spec.gate_network,
-        ipc=spec.ipc,
-        shm_size=spec.shm_size,
-        memlock=spec.memlock,
-        cache_volume=cache,
-        gate_timeout_s=spec.gate_timeout_s,
-        start_timeout_s=spec.start_timeout_s,
-        staging=spec.staging,
-        ready_port=(port or _DEFAULT_PORT) if number == 0 else None,
-    )
-
-
-def _warnings(profile: Profile, specs: list[RankSpec]) -> list[str]:
-    out = requests.warnings(profile.requests)
-    modality = requests.by_kind(profile.requests).get("modality")
-    if not isinstance(modality, Modality):
-        out.append("no modality is asked for: vLLM serves images too, and loads the vision tower")
-    if any(not s.devices for s in specs):
-        out.append("a rank has no devices: its self-test will end in NOT RUN, and stop the launch")
-    if any(s.transport.kind == "ray" and s.runtime != "venv" for s in specs):
-        out.append(
-            "Ray's workers run where the raylets run: the gate's image speaks for them only if "
-            "the raylets run in the same image"
-        )
-    if any(s.gate_network == "host" for s in specs):
-        out.append("a rank's gate has the host's network, which the self-test does not need")
     return out

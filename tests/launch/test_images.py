@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from fork import ROOT, recipe, record
 from sm120_launch import LaunchError, images, runtime
 from sm120_launch.cli import app
+from sm120_launch.image_build import Build
 
 KEY, OTHER = "a" * 64, "b" * 64
 DIGEST, NEWER = "sha256:" + "1" * 64, "sha256:" + "2" * 64
@@ -210,7 +211,7 @@ DOCKERFILE = ROOT / "docker/Dockerfile"
 
 def build(wheel, **changes):
     fields = {"engine": "podman", "base": BASE, "wheel": wheel, "name": "localhost/v"}
-    return images.Build(**fields | {"dockerfile": DOCKERFILE} | changes)
+    return Build(**fields | {"dockerfile": DOCKERFILE} | changes)
 
 
 @pytest.mark.parametrize(

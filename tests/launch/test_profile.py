@@ -9,8 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from fork import ROOT, recipe
-from sm120_launch import LaunchError, images, keys, profile, runtime
+from sm120_launch import LaunchError, images, keys, planning, profile, runtime
 from sm120_launch.cli import app
+from sm120_launch.plan import LaunchPlan
 
 RECIPE = {"schema": 1, "base": {"version": "0.33.0"}, "members": []}
 KEY = recipe.runtime_key(RECIPE)
@@ -88,7 +89,7 @@ def write(tmp_path, row):
 
 @pytest.fixture
 def plan(write):
-    return lambda text, **more: profile.plan(profile.load(write(text, **more)))
+    return lambda text, **more: planning.plan(profile.load(write(text, **more)))
 
 
 def test_four_hosts(plan):
@@ -186,7 +187,7 @@ def test_base_of_the_recipe_decides_the_rendering(write, tmp_path):
     (tmp_path / "recipe.json").write_bytes(recipe.document(older))
     text = path.read_text().replace('runtime = "podman"', 'runtime = "venv"\nvenv = "/opt/v"')
     path.write_text(text)
-    for rank in profile.plan(profile.load(path)).ranks:
+    for rank in planning.plan(profile.load(path)).ranks:
         assert "--hf-overrides.vision_max_n_token" in rank.argv
 
 
@@ -234,7 +235,7 @@ def test_a_fault_names_file_key_and_remedy(write, old, new, words):
     assert old in SPARKS
     path = write(SPARKS.replace(old, new, 1))
     with pytest.raises(LaunchError) as refusal:
-        profile.plan(profile.load(path))
+        planning.plan(profile.load(path))
     for word in [*words, str(path)]:
         assert word in str(refusal.value)
 
@@ -245,7 +246,7 @@ def test_numbers_once_and_without_a_gap(write):
             'address = "10.0.0.2" }\n', f'address = "10.0.0.2" }}\nrank = {second}\n'
         )
         with pytest.raises(LaunchError, match=words):
-            profile.plan(profile.load(write(text)))
+            planning.plan(profile.load(write(text)))
 
 
 @pytest.mark.parametrize(
@@ -261,7 +262,7 @@ def test_numbers_once_and_without_a_gap(write):
 )
 def test_ray_and_venv_faults(write, old, new, words):
     with pytest.raises(LaunchError, match=words):
-        profile.plan(profile.load(write(RAY.replace(old, new, 1), row=None)))
+        planning.plan(profile.load(write(RAY.replace(old, new, 1), row=None)))
 
 
 def test_no_image_for_the_platform(plan, tmp_path):
@@ -281,7 +282,7 @@ def test_no_recipe(write, tmp_path):
     path = write(SPARKS)
     (tmp_path / "recipe.json").unlink()
     with pytest.raises(LaunchError, match="fork recipe --json"):
-        profile.plan(profile.load(path))
+        planning.plan(profile.load(path))
 
 
 def test_what_is_warned_of(plan):
@@ -306,7 +307,7 @@ def test_plan_as_json_is_whole(write):
     assert done.exit_code == 0
     found = json.loads(done.stdout)
     commands = [rank.pop("commands") for rank in found["ranks"]]
-    again = profile.LaunchPlan.model_validate_json(json.dumps(found))
+    again = LaunchPlan.model_validate_json(json.dumps(found))
     for rank, command in zip(again.ranks, commands, strict=True):
         assert command["gate"] == runtime.gate_command(rank, "plan")
         assert command["engine"] == runtime.engine_command(rank, "plan")
@@ -314,7 +315,7 @@ def test_plan_as_json_is_whole(write):
 
 def test_plan_prints_commands_that_can_be_pasted(write):
     path = write(ONE)
-    (rank,) = profile.plan(profile.load(path)).ranks
+    (rank,) = planning.plan(profile.load(path)).ranks
     done = RUNNER.invoke(app, ["plan", str(path)])
     assert done.exit_code == 0
     rest = done.stdout
@@ -343,6 +344,6 @@ def test_worked_profiles(tmp_path, row):
     for text in profiles:
         path = tmp_path / "p.toml"
         path.write_text(text)
-        made = profile.plan(profile.load(path))
+        made = planning.plan(profile.load(path))
         kinds.append((len(made.ranks), made.ranks[0].transport.kind, made.warnings))
     assert kinds == [(1, "local", ()), (4, "ssh", ()), (4, "ray", ())]

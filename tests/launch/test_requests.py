@@ -9,6 +9,7 @@ import itertools
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from sm120_launch.conflicts import conflicts, flag_of, warnings
 from sm120_launch.requests import (
     KINDS,
     AnyRequest,
@@ -23,10 +24,7 @@ from sm120_launch.requests import (
     Parallel,
     Server,
     Speculative,
-    conflicts,
-    flag_of,
     render,
-    warnings,
 )
 
 V30, V33 = Context((0, 30)), Context((0, 33))
