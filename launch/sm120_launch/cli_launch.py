@@ -234,7 +234,9 @@ def _say(done: Receipt, folder: Folder) -> None:
     table.add_column("why", overflow="fold")
     for record in done.ranks:
         seconds = "" if record.gate_seconds is None else f"{record.gate_seconds:.1f}"
-        why = "; ".join(x for x in (record.reason, record.engine) if x)
+        warned = (record.report or {}).get("warnings") or []
+        warnings = f"warnings: {', '.join(map(str, warned))}" if warned else ""
+        why = "; ".join(x for x in (record.reason, record.engine, warnings) if x)
         table.add_row(
             str(record.rank), escape(record.host), record.verdict or "", seconds, escape(why)
         )
