@@ -7,16 +7,17 @@ launcher installed by itself in an environment of its own, as on a control host.
 on Debian; installs podman, runc, openssh and busybox through apt where they are missing.
 """
 
+import contextlib
 import fcntl
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -161,7 +162,7 @@ def fake_hosts(monkeypatch):
     return found
 
 
-@contextmanager
+@contextlib.contextmanager
 def _once(tmp_path_factory: pytest.TempPathFactory):
     """One test worker at a time."""
     shared = tmp_path_factory.getbasetemp()
@@ -172,8 +173,19 @@ def _once(tmp_path_factory: pytest.TempPathFactory):
         yield shared
 
 
-def _worker() -> int:
-    return int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+def _free_port() -> int:
+    """A port that is free on all four addresses."""
+    while True:
+        with contextlib.ExitStack() as stack:
+            port = 0
+            try:
+                for number in range(1, 5):
+                    listening = stack.enter_context(socket.socket())
+                    listening.bind((f"127.0.0.1{number}", port))
+                    port = listening.getsockname()[1]
+            except OSError:
+                continue
+            return port
 
 
 @pytest.fixture(scope="session")
@@ -309,7 +321,7 @@ def hosts(debian, tmp_path_factory):
         "CONTAINERS_CONF": str(root / "containers.conf"),
         "CONTAINERS_STORAGE_CONF": str(root / "storage.conf"),
     }
-    found = Hosts(root, {**os.environ, **containers}, 2200 + 10 * _worker())
+    found = Hosts(root, {**os.environ, **containers}, _free_port())
     try:
         _start_servers(found, containers)
         found.image = found.standin("sm120-standin")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole path on real containers and real SSH: gate, stage, start, receipt."""
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -198,6 +199,33 @@ def test_virtual_environment_from_gate_to_stop(world):
     assert world.run("stop", plan).returncode == 0
     with pytest.raises(OSError):
         urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+
+
+@pytest.mark.skipif(shutil.which("docker") is None, reason="the docker command is not here")
+def test_docker(world):
+    """The docker command, answered by podman's service: there is no daemon of its own."""
+    socket_ = f"unix://{world.folder}/podman.sock"
+    service = subprocess.Popen(
+        ["podman", "system", "service", "--time", "0", socket_], env=world.hosts.environment
+    )
+    environment = {**world.hosts.environment, "DOCKER_HOST": socket_}
+    world.hosts = dataclasses.replace(world.hosts, environment=environment)
+    try:
+        world.wait_for((world.folder / "podman.sock").exists)
+        fields = {"runtime": "docker", "transport": LocalTransport()}
+        plan = world.plan(ranks=2, **fields)
+        done = world.run("launch", plan)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert len(world.witnessed("gate")) == len(world.witnessed("engine")) == 2
+        assert len(world.containers()) == 2
+        assert world.run("stop", plan).returncode == 0
+        assert world.containers() == []
+        refused = world.run("launch", world.plan({1: "fail"}, ranks=2, **fields))
+        assert refused.returncode == 1
+        assert len(world.witnessed("engine")) == 2
+    finally:
+        service.terminate()
+        service.wait()
 
 
 @pytest.fixture(scope="module")
