@@ -122,6 +122,7 @@ def image_build(
     option: Annotated[
         list[str] | None, typer.Option(help="Passed on to `build`, for instance --isolation=…")
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Build an image from a wheel, without network, and add its row to the images file."""
     build = Build(
@@ -134,7 +135,7 @@ def image_build(
         wheels=wheels,
         options=tuple(option or ()),
     )
-    _say_row(build.run(images, _stream))
+    _say_row(build.run(images, _stream), as_json)
 
 
 @image_app.command("record")
@@ -142,12 +143,13 @@ def image_record(
     reference: Annotated[str, typer.Argument(help="An image that this host's engine has.")],
     engine: EngineName = "podman",
     images: ImagesFile = _IMAGES,
+    as_json: Json = False,
 ) -> None:
     """Add a row for an image that is here already: pulled, or built elsewhere."""
     command = shlex.join(["sm120-launch", "image", "record", "--engine", engine, reference])
     row = produced.record(_engine(engine), reference, command)
     produced.append(images, row)
-    _say_row(row)
+    _say_row(row, as_json)
 
 
 @image_app.command("check")
@@ -185,8 +187,8 @@ def image_check(
         raise typer.Exit(EXIT_NO)
 
 
-def _say_row(row: produced.Row) -> None:
-    print(row.image.reference)
+def _say_row(row: produced.Row, as_json: bool) -> None:
+    print(json.dumps(row.model_dump(), indent=1) if as_json else row.image.reference)
     where = f"runtime key {row.runtime_key[:16]}, {row.platform}, {row.engine}"
     err.print(f"recorded: {where}", highlight=False, soft_wrap=True)
 

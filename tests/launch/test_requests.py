@@ -9,6 +9,7 @@ import itertools
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from fork import pin, probe
 from sm120_launch.conflicts import conflicts, flag_of, warnings
 from sm120_launch.requests import (
     KINDS,
@@ -129,6 +130,13 @@ def test_rendering(made, context, rendered):
 )
 def test_values_of_dotted_arguments(value, text):
     assert render([HfOverrides(values={"a": value})], V33) == ["--hf-overrides.a", text]
+
+
+@pytest.mark.parametrize("base", pin.load().bases)
+def test_text_only_is_the_form_that_the_probe_shows_to_be_safe(base):
+    """Patched, that form passes on every base, the width included (tests/fork/test_cases.py)."""
+    context = Context(tuple(int(part) for part in base.split(".")[:2]))
+    assert render([TEXT], context) == probe.modalities(base)["text-only safe"]
 
 
 MADE = [TEXT, HfOverrides(values={"a": 1}), KvCache(dtype="fp8"), SPARKS]
