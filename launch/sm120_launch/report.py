@@ -7,6 +7,7 @@ The frame around the self-test's output is described in runtime.py.
 
 import json
 import re
+from itertools import islice
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -17,10 +18,11 @@ from sm120_launch.runtime import END_MARK, REPORT_LIMIT, REPORT_MARK
 
 PASS_LINE = "SELFTEST PASS"
 
-# Terminal sequences (ECMA-48): CSI; OSC, DCS, SOS, PM and APC strings; two-byte escapes.
+# Terminal sequences (ECMA-48): CSI; OSC, DCS, SOS, PM and APC strings that end within a
+# line's length; two-byte escapes. Nothing can be hidden behind a string that does not end.
 _ESCAPES = re.compile(
-    r"\x1b\[[0-?]*[ -/]*[@-~]|\x9b[0-?]*[ -/]*[@-~]"
-    r"|(?:\x1b[]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)?"
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"
+    r"|(?:\x1b[]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x90\x98\x9c-\x9f\n]{0,4096}(?:\x07|\x1b\\|\x9c)"
     r"|\x1b[ -/]*[0-~]?"
 )
 # Controls but newline and tab, and what changes the direction of text.
@@ -146,12 +148,11 @@ def _unframe(stdout: bytes, launch_id: str) -> tuple[bytes, bytes, int]:
     found = re.fullmatch(rb"%s %s (\d{1,3})" % (END_MARK.encode(), launch_id.encode()), end)
     if not newline or not found:
         raise _Unbelievable("the output ends before the self-test did")
-    mark = b"%s %s" % (REPORT_MARK.encode(), launch_id.encode())
-    lines = body.split(b"\n")
-    if lines.count(mark) != 1:
-        raise _Unbelievable(f"{lines.count(mark)} reports in the output")
-    at = lines.index(mark)
-    return b"\n".join(lines[:at]), b"\n".join(lines[at + 1 :]), int(found[1])
+    mark = rb"(?m)^%s %s\n" % (REPORT_MARK.encode(), launch_id.encode())
+    marks = list(islice(re.finditer(mark, body + b"\n"), 2))
+    if len(marks) != 1:
+        raise _Unbelievable(f"{'more than one' if marks else 'no'} report in the output")
+    return body[: marks[0].start()], body[marks[0].end() :], int(found[1])
 
 
 def _refused(line: bytes, report_text: bytes, status: int) -> Verdict:

@@ -2,6 +2,7 @@
 """Verdicts on a gate's output: one kind passes, whatever else is there."""
 
 import json
+import time
 
 import pytest
 from hypothesis import example, given, settings
@@ -248,10 +249,18 @@ def _can_be_kept(verdict):
         (b"\xff\xfe", "\ufffd\ufffd"),
         ("größe\t→".encode(), "größe\t→"),
         (b"\x1b[", ""),
+        (b"\x1b]no end\nSELFTEST FAIL", "no end\nSELFTEST FAIL"),
     ],
 )
 def test_plain(raw, shown):
     assert report.plain(raw) == shown
+
+
+@pytest.mark.parametrize("raw", [b"\x1b]", b"\xc2\x9d", b"\x1b[", b"\xc2\x9b0", b"\n", b"a\n"])
+def test_plain_takes_linear_time(raw):
+    begun = time.monotonic()
+    report.plain(raw * (4 << 20))
+    assert time.monotonic() - begun < 30
 
 
 @given(st.text())
