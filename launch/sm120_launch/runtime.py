@@ -63,8 +63,8 @@ command -v "$1" >/dev/null || exit 127
 found=$("$1" container inspect --format '{{.State.Status}} {{.State.ExitCode}}' "$2" 2>/dev/null)
 case $found in
   "") echo absent ;;
-  exited*|stopped*|dead*) echo "exited ${found#* }" ;;
-  *) echo running ;;
+  running*|paused*|stopping*) echo running ;;
+  *) echo "exited ${found#* }" ;;  # created, too: it never started
 esac
 """
 _STOP = """\

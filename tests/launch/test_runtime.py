@@ -301,3 +301,24 @@ def test_a_missing_engine_is_not_taken_for_a_missing_container(rank, purpose, mo
     monkeypatch.setenv("PATH", "/nowhere")
     made = {"status": runtime.status_command, "stop": runtime.stop_command}[purpose]
     assert run(made(rank(), "l1", "engine"))[0] == 127
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ("running 0", "running"),
+        ("paused 0", "running"),
+        ("exited 3", "exited 3"),
+        ("stopped 137", "exited 137"),
+        ("created 126", "exited 126"),  # it never started
+        ("dead 1", "exited 1"),
+        ("", "absent"),
+    ],
+)
+def test_states_of_a_container(rank, tmp_path, monkeypatch, state, said):
+    """An engine that answers ``container inspect`` so."""
+    engine = tmp_path / "podman"
+    engine.write_text(f'#!/bin/sh\n[ -n "{state}" ] && echo "{state}"\n')
+    engine.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert run(runtime.status_command(rank(), "l1", "engine")) == (0, f"{said}\n")
