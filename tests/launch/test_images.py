@@ -205,7 +205,7 @@ def small_wheel(path, **changes):
     return path
 
 
-BASE = f"docker.io/vllm/vllm-openai@{DIGEST}"
+BASE = f"vllm/vllm-openai@{DIGEST}"
 DOCKERFILE = ROOT / "docker/Dockerfile"
 
 
@@ -217,7 +217,7 @@ def build(wheel, **changes):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"base": "docker.io/vllm/vllm-openai:v0.33.0"}, "A tag moves"),
+        ({"base": "vllm/vllm-openai:v0.33.0"}, "A tag moves"),
         ({"base": f"--x@{DIGEST} y"}, "NAME@sha256"),
         ({"name": "Vllm"}, "lower case"),
         ({"dockerfile": Path("/nowhere/Dockerfile")}, "no such file"),
