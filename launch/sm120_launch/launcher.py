@@ -28,7 +28,7 @@ _IN_FLIGHT_S = 3.0
 
 
 class Stop(Exception):
-    """Ends a launch with a result and why."""
+    """Ends a launch early, with a result and why."""
 
     def __init__(self, result: Result, why: str) -> None:
         super().__init__(why)
@@ -96,9 +96,9 @@ class Launch:
             self.receipt.interrupted = [found.id for found in left]
             self.folder.create(self.receipt)
             try:
-                self._run(left)
+                result, why = self._run(left), ""
             except Stop as stop:
-                self._end(stop.result, stop.why)
+                result, why = stop.result, stop.why
             except LaunchError:
                 self._stop_engines()
                 raise
@@ -106,23 +106,23 @@ class Launch:
                 self._stop_engines()
                 self._end("failed", f"{type(error).__name__}: {error}")
                 raise
+            self._end(result, why)
             return self.receipt
 
-    def _run(self, left: list[Receipt]) -> None:
-        kind = self.receipt.kind
+    def _run(self, left: list[Receipt]) -> Result:
         self._stage("clean")
         self._clean(left)
-        if kind == "stop":
-            raise Stop("stopped", "")
+        if self.receipt.kind == "stop":
+            return "stopped"
         self._stage("gate")
         self._gate()
-        if kind == "gate":
-            raise Stop("passed", "")
+        if self.receipt.kind == "gate":
+            return "passed"
         self._stage("stage")
         self._run_staging()
         self._stage("start")
         self._start()
-        raise Stop("started", "")
+        return "started"
 
     def _stage(self, stage: Stage) -> None:
         if self.cancelled.is_set():

@@ -234,14 +234,23 @@ def cluster(hosts, control):
     command = [control / "bin/python", Path(__file__).parent / "cluster.py"]
     environment = {**hosts.environment, "RAY_USAGE_STATS_ENABLED": "0"}
     process = subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     try:
         lines = iter(process.stdout.readline, "")
         yield json.loads(next(line for line in lines if line.startswith('{"address"')))
     finally:
         process.stdin.close()
-        process.wait(60)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _on_ray(world, cluster, argv, faults=None, **fields):
