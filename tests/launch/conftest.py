@@ -432,7 +432,7 @@ class World:
             env=self.hosts.environment,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=600,
         )
 
     def kept(self) -> list[dict[str, Any]]:
@@ -451,7 +451,7 @@ class World:
         with log:
             return subprocess.Popen(command, env=self.hosts.environment, stdout=log, stderr=log)
 
-    def wait_for(self, condition: Callable[[], bool], seconds: float = 60) -> None:
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 120) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline:

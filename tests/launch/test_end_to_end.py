@@ -104,7 +104,7 @@ def test_the_time_limit_holds_without_a_launcher(world):
     launcher.kill()
     launcher.wait()
     assert len(world.containers()) == 4
-    world.wait_for(lambda: world.containers() == [], 30)
+    world.wait_for(lambda: world.containers() == [], 90)
 
 
 def test_four_ranks_take_the_time_of_the_slowest(world, record_property):
@@ -118,7 +118,7 @@ def test_four_ranks_take_the_time_of_the_slowest(world, record_property):
     slowest = max(rank["gate_seconds"] for rank in world.kept()[-1]["ranks"])
     record_property("seconds", {"one": seconds[1], "four": seconds[4], "slowest": slowest})
     print(f"one {seconds[1]:.2f} s, four {seconds[4]:.2f} s, slowest of them {slowest:.2f} s")
-    assert seconds[4] < 9
+    assert seconds[4] < 12
 
 
 VLLM = (
@@ -294,9 +294,9 @@ def test_ray(world, cluster):
     launcher = world.started(world.command("launch", hanging))
     world.wait_for(lambda: len(world.witnessed("gate")) == 8)
     os.kill(cluster["raylets"]["127.0.0.14"], signal.SIGKILL)
-    assert launcher.wait(60) == 1
+    assert launcher.wait(120) == 1
     lost = world.kept()[-1]["ranks"][3]
     assert lost["verdict"] == "NO ANSWER"
     assert "could not be ended and may still run there" in lost["reason"]
     assert len(world.witnessed("engine")) == 1
-    world.wait_for(lambda: world.containers() == [], 30)  # its own limit ends it
+    world.wait_for(lambda: world.containers() == [], 90)  # its own limit ends it

@@ -83,7 +83,7 @@ def test_selftest(world, fault):
     ranks = [world.rank(n, fault, **changes) if n == rank else good[n] for n in range(2)]
     begun = time.monotonic()
     done = world.run("launch", world.plan_of(*ranks))
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < 100  # the stand-in would hang for 600
     kept = nothing_started(world, done)
     found = kept["ranks"][rank]
     assert (found["verdict"], reason in found["reason"]) == (label, True), found["reason"]
@@ -204,7 +204,7 @@ def test_connection_lost(world, kind):
     for pid in sessions:
         os.kill(pid, kind)
     try:
-        assert launcher.wait(60) == 1
+        assert launcher.wait(120) == 1
     finally:
         for pid in sessions:
             os.kill(pid, signal.SIGKILL) if kind is signal.SIGSTOP else None
@@ -272,7 +272,7 @@ def test_second_command_waits_its_turn(world):
     second = world.run("launch", plan)
     assert second.returncode == 2
     assert "another command works on profile" in second.stderr
-    assert first.wait(60) == 0
+    assert first.wait(120) == 0
     assert len(world.witnessed("gate")) == len(world.witnessed("engine")) == 2
     assert len(world.kept()) == 1
 
@@ -283,7 +283,7 @@ def test_cancelled(world, kind):
     launcher = world.started(world.command("launch", world.plan({1: "hangs"}, ranks=2)))
     world.wait_for(lambda: len(world.witnessed("gate")) == 2)
     launcher.send_signal(kind)
-    assert launcher.wait(30) == 1
+    assert launcher.wait(120) == 1
     [kept] = world.kept()
     assert kept["result"] == "cancelled"
     assert world.witnessed("engine") == []
@@ -309,7 +309,7 @@ def test_killed_at(world, point):
     python, script = world.control / "bin/python", KILLED
     files = [world.folder / "plan.json", world.receipts]
     killed = world.started([str(x) for x in (python, script, point, *files)])
-    assert killed.wait(60) == -signal.SIGKILL
+    assert killed.wait(120) == -signal.SIGKILL
     after_kill(world, BY_ITSELF[point], engines=2 if point == "end" else 0)
 
 

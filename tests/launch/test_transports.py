@@ -42,7 +42,7 @@ def test_time_limit_ends_the_whole_group(tmp_path):
     mark = tmp_path / "alive"
     done = sh(f"(sleep 1.5; touch {mark}) & sleep 60", timeout_s=0.5)
     assert (done.problem, done.exit_code) == ("timed out", None)
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 30
     time.sleep(1.5)
     assert not mark.exists()
 
@@ -53,7 +53,7 @@ def test_output_limit(stream):
     done = sh(f"yes >&{stream}", limit=100_000)
     assert (done.problem, done.exit_code) == ("oversized", None)
     assert max(len(done.stdout), len(done.stderr)) == 100_000
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 30
 
 
 def test_exactly_the_limit_is_allowed():
@@ -66,7 +66,7 @@ def test_cancelled():
     threading.Timer(0.3, cancelled.set).start()
     begun = time.monotonic()
     assert sh("sleep 60", cancelled=cancelled).problem == "cancelled"
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 30
 
 
 @pytest.mark.parametrize("script", ["exec >&- 2>&-; sleep 60", "trap '' TERM; sleep 60"])
@@ -78,7 +78,7 @@ def test_a_child_that_holds_the_pipe_is_not_waited_for():
     begun = time.monotonic()
     done = sh("sleep 60 & echo begun")
     assert (done.exit_code, done.stdout) == (0, b"begun\n")
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 30
 
 
 def test_lines_are_told():
