@@ -432,7 +432,7 @@ class World:
             env=self.hosts.environment,
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=800,
         )
 
     def kept(self) -> list[dict[str, Any]]:

@@ -134,7 +134,7 @@ def _real(world):
     folders = {sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64"}
     mounts = [Mount(source=os.path.realpath(f), target=f) for f in sorted(folders)]
     fields = {"image": image, "checkpoint": str(geometry.MODEL), "mounts": tuple(mounts)}
-    return {**fields, "gate_timeout_s": 240}  # each imports vLLM, all at once
+    return {**fields, "gate_timeout_s": 500}  # each imports vLLM, all at once
 
 
 def _asked_and_not_run(world, done, plan):
