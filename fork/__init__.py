@@ -6,11 +6,13 @@ fetch.py    a wheel by name, version and hash, through pip, into the user's cach
 tree.py     an upstream tree: a wheel, an unpacked wheel, an installed environment
 edits.py    the verbs: one structural edit of one file, found exactly once
 patch.py    a patch: edits and new modules, and its verdict on a tree
+foreign.py  a user's own unified diff, placed before the patches
 series.py   the ordered patches: status, apply, revert, verify
 recipe.py   what the fork is made of, as one digest (the runtime key)
 record.py   RECORD, kept right under edits
 transaction.py  many files written as one, or none
 wheel.py    the patched wheel
+git.py      git without the user's configuration
 history.py  the delta as a git branch, a unified diff, a format-patch series
 geometry.py pages and states that vLLM itself plans, stock and patched
 capacity.py what fits into a KV cache, by layout (kv_capacity.py inside a tree)

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table
 
 import patches
-from fork import ForkError, fetch, pin, recipe, series, wheel
+from fork import ForkError, fetch, foreign, pin, recipe, series, wheel
 from fork.patch import Standing, Verdict
 from fork.tree import FolderTree, Tree, WheelTree, open_tree
 
@@ -41,6 +41,15 @@ Members = Annotated[
 Plot = Annotated[
     Path | None, typer.Option("--plot", help="Draw it here (png, svg, pdf); needs matplotlib.")
 ]
+ForeignDiffs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--foreign",
+        metavar="NAME=PATH",
+        help="A unified diff of your own, placed before the fork's patches; repeat for more, in "
+        "their order.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 _COLOURS = {
@@ -55,8 +64,21 @@ def _names(members: str | None) -> list[str] | None:
     return [name.strip() for name in members.split(",")] if members else None
 
 
-def _chosen(members: str | None):
-    return series.members(_names(members))
+def _chosen(members: str | None, diffs: list[str] | None = None) -> list[series.Member]:
+    return [*foreign.load(diffs or ()), *series.members(_names(members))]
+
+
+def _chosen_or_carried(
+    tree: Tree, members: str | None, diffs: list[str] | None
+) -> list[series.Member]:
+    """With the tree's own foreign members, where it carries some and none are given."""
+    chosen = _chosen(members, diffs)
+    if diffs or members is not None:
+        return chosen
+    try:
+        return [*foreign.carried_by(tree), *chosen]
+    except ForkError:
+        return chosen  # status and verify say that the tree is damaged
 
 
 def _folder(path: Path) -> FolderTree:
@@ -95,11 +117,12 @@ def status(
     ] = None,
     base: Base = None,
     members: Members = None,
+    diffs: ForeignDiffs = None,
     as_json: Json = False,
 ) -> None:
     """Where each patch stands: pending, applied, upstream or drift (exit 1)."""
     tree = _tree(path, base)
-    standings = series.status(tree, _chosen(members))
+    standings = series.status(tree, _chosen_or_carried(tree, members, diffs))
     if as_json:
         rows = {n: {"verdict": s.verdict, "why": s.why} for n, s in standings.items()}
         print(json.dumps({"tree": str(tree), "version": tree.version, "patches": rows}))
@@ -110,18 +133,21 @@ def status(
 
 
 @app.command()
-def apply(path: Where, members: Members = None) -> None:
+def apply(path: Where, members: Members = None, diffs: ForeignDiffs = None) -> None:
     """Edit an unpacked or installed vLLM in place: every patch, or nothing.
 
     RECORD is kept right, so the installer's own check and uninstall still work.
     """
-    _say_written(series.apply(_folder(path), _chosen(members), pin.load()), "applied")
+    tree = _folder(path)
+    _say_written(series.apply(tree, _chosen(members, diffs), pin.load()), "applied")
 
 
 @app.command()
 def revert(path: Where, members: Members = None) -> None:
-    """Undo apply: the pristine bytes again."""
-    _say_written(series.revert(_folder(path), _chosen(members), pin.load()), "reverted")
+    """Undo apply: the pristine bytes again. Foreign members go with the whole series."""
+    tree = _folder(path)
+    chosen = _chosen_or_carried(tree, members, None)
+    _say_written(series.revert(tree, chosen, pin.load()), "reverted")
 
 
 def _say_written(written: list[str], done: str) -> None:
@@ -133,11 +159,14 @@ def _say_written(written: list[str], done: str) -> None:
 @app.command()
 def verify(
     path: Annotated[Path, typer.Argument(help="A built wheel, or a patched tree.")],
+    diffs: ForeignDiffs = None,
 ) -> None:
     """Check a patched wheel or tree: every patch applied, the recipe this checkout's,
-    RECORD and version right. Exit 1 and one line a fault otherwise."""
+    RECORD and version right. Exit 1 and one line a fault otherwise.
+
+    Foreign members are the tree's own, unless --foreign says which they must be."""
     tree = open_tree(path)
-    wrong = series.verify(tree, series.members(), pin.load())
+    wrong = series.verify(tree, _chosen_or_carried(tree, None, diffs), pin.load())
     for line in wrong:
         print(line)
     if wrong:
@@ -190,8 +219,13 @@ def wheel_command(
         str | None, typer.Option(help="x86_64, aarch64 or all; this machine's if not given.")
     ] = None,
     out_dir: Annotated[Path, typer.Option("--out", help="Where the wheel goes.")] = Path("dist"),
+    diffs: ForeignDiffs = None,
 ) -> None:
-    """Build the patched wheel, vllm-<base>+sm120.<n>, and print its path."""
+    """Build the patched wheel, vllm-<base>+sm120.<n>, and print its path.
+
+    With foreign members the version ends in .f and 8 digits of their content.
+    """
+    members = _chosen(None, diffs)
     targets = list(pin.PLATFORMS) if platform == "all" else [platform]
     for target in targets:
         source = fetch.upstream_wheel(pin.load(), base, target)
@@ -200,7 +234,7 @@ def wheel_command(
             task = progress.add_task(f"packing {source.name}", total=source.stat().st_size)
             path = wheel.build(
                 pin.load(),
-                series.members(),
+                members,
                 out_dir,
                 base,
                 target,
@@ -210,9 +244,14 @@ def wheel_command(
 
 
 @app.command("recipe")
-def recipe_command(base: Base = None, members: Members = None, as_json: Json = False) -> None:
+def recipe_command(
+    base: Base = None,
+    members: Members = None,
+    diffs: ForeignDiffs = None,
+    as_json: Json = False,
+) -> None:
     """Print what the fork is made of, and its runtime key."""
-    built = recipe.build(pin.load(), _chosen(members), base)
+    built = recipe.build(pin.load(), _chosen(members, diffs), base)
     if as_json:
         sys.stdout.buffer.write(recipe.document(built))
         return

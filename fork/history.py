@@ -11,13 +11,13 @@ same bytes and commit ids, whatever the user's git is configured to do. The reci
 """
 
 import os
-import subprocess
 import tempfile
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from fork import ForkError, recipe
+from fork.git import git
 from fork.patch import Patch
 from fork.series import Changes
 from fork.series import steps as series_steps
@@ -50,7 +50,7 @@ def diff(tree: Tree, series: Sequence[Patch]) -> str:
     with tempfile.TemporaryDirectory() as scratch:
         repository = Path(scratch)
         _build(repository, tree, _touched(steps), steps)
-        return _git(repository, "diff-tree", "-p", *_DIFF, UPSTREAM, SM120).decode("utf-8")
+        return git(repository, "diff-tree", "-p", *_DIFF, UPSTREAM, SM120).decode("utf-8")
 
 
 def branch(tree: Tree, series: Sequence[Patch], folder: Path) -> list[str]:
@@ -78,9 +78,9 @@ def branch(tree: Tree, series: Sequence[Patch], folder: Path) -> list[str]:
         repository.mkdir()
         _build(repository, tree, [*texts, *_touched(steps)], steps)
         # For what the user does here later: some upstream files have CRLF line ends.
-        _git(repository, "config", "core.autocrlf", "false")
-        _git(repository, "read-tree", "--reset", "-u", SM120)
-        ids = _git(repository, "rev-list", "--reverse", SM120).decode().split()
+        git(repository, "config", "core.autocrlf", "false")
+        git(repository, "read-tree", "--reset", "-u", SM120)
+        ids = git(repository, "rev-list", "--reverse", SM120).decode().split()
         os.rename(repository, folder)
     return ids
 
@@ -111,7 +111,7 @@ def export(tree: Tree, series: Sequence[Patch], folder: Path) -> list[Path]:
         repository = Path(scratch)
         _build(repository, tree, _touched(steps), steps)
         options = ("--quiet", "--zero-commit", "--no-signature", "--numbered", *_DIFF)
-        _git(repository, "format-patch", *options, "-o", "out", f"{UPSTREAM}..{SM120}")
+        git(repository, "format-patch", *options, "-o", "out", f"{UPSTREAM}..{SM120}")
         made = {p.name: p.read_bytes() for p in sorted(repository.glob("out/*.patch"))}
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in made.items():
@@ -131,9 +131,9 @@ def _build(
     By fast-import: it reads no working tree, so no hook, filter or line-end rule of
     the user's has a say, and the whole of vLLM takes seconds.
     """
-    _git(repository, "init", "--quiet", "--template=", "--object-format=sha1", "-b", SM120)
+    git(repository, "init", "--quiet", "--template=", "--object-format=sha1", "-b", SM120)
     stream = b"".join(_stream(tree, paths, steps))
-    _git(repository, "fast-import", "--quiet", "--done", "--date-format=raw", stdin=stream)
+    git(repository, "fast-import", "--quiet", "--done", "--date-format=raw", stdin=stream)
 
 
 def _stream(
@@ -178,22 +178,3 @@ def _message(patch: Patch) -> str:
     )
     lines = [wrap.fill(f"{name}: {' '.join(text.split())}") for name, text in sections.items()]
     return "\n".join([patch.title, "", *lines, ""])
-
-
-def _git(repository: Path, *arguments: str, stdin: bytes = b"") -> bytes:
-    # No home: no configuration, attributes or ignore rules of the user's. No GIT_…:
-    # no other repository, author, date or diff option from the environment either.
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
-    clean |= {"HOME": os.devnull, "XDG_CONFIG_HOME": os.devnull, "LC_ALL": "C"}
-    # GIT_DIR: no search, which refuses folders that a shared mount gives another owner.
-    clean |= {"GIT_DIR": ".git", "GIT_CONFIG_NOSYSTEM": "1", "GIT_ATTR_NOSYSTEM": "1"}
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(repository), *arguments], input=stdin, capture_output=True, env=clean
-        )
-    except FileNotFoundError:
-        raise ForkError("git is not on PATH. Install git, 2.29 or newer.") from None
-    if done.returncode:
-        said = done.stderr.decode("utf-8", "replace").strip()
-        raise ForkError(f"git {arguments[0]} failed (git 2.29 or newer is needed): {said}")
-    return done.stdout

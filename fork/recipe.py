@@ -8,11 +8,10 @@ space, no ASCII escapes, UTF-8. The runtime key is its SHA-256 in hex.
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from packaging.version import Version
 
-from fork.patch import Patch
 from fork.pin import Pin
 from fork.tree import Tree
 
@@ -22,7 +21,18 @@ PATH = "vllm/sm120_recipe.json"
 SCHEMA = 1
 
 
-def build(pin: Pin, members: Sequence[Patch], base: str | None = None) -> dict[str, Any]:
+class Member(Protocol):
+    """A patch of the fork, or a user's own diff."""
+
+    @property
+    def name(self) -> str: ...
+
+    def digest(self, base: Version) -> str:
+        """Of what it does to ``base``."""
+        ...
+
+
+def build(pin: Pin, members: Sequence[Member], base: str | None = None) -> dict[str, Any]:
     """The recipe of ``members`` on ``base``: base pins, then members in order."""
     version, base_pin = pin.of(base)
     return {
@@ -37,7 +47,7 @@ def build(pin: Pin, members: Sequence[Patch], base: str | None = None) -> dict[s
             "deep_gemm": base_pin.deep_gemm,
         },
         "members": [
-            {"name": patch.name, "sha256": patch.digest(Version(version))} for patch in members
+            {"name": member.name, "sha256": member.digest(Version(version))} for member in members
         ],
     }
 

@@ -16,9 +16,8 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from fork import ForkError, fetch, pin, record, series, zipcopy
+from fork import ForkError, fetch, foreign, pin, record, series, zipcopy
 from fork.edits import SetValue, State, splice
-from fork.patch import Patch
 from fork.source import parsed
 from fork.tree import WheelTree
 
@@ -48,7 +47,7 @@ project; report faults of this build to the fork first.
 
 def build(
     the_pin: pin.Pin,
-    members: Sequence[Patch],
+    members: Sequence[series.Member],
     folder: Path,
     base: str | None = None,
     platform: str | None = None,
@@ -69,7 +68,7 @@ def build(
     source = fetch.upstream_wheel(the_pin, version, platform)
     tree = WheelTree(source)
     check_pin(tree, base_pin)
-    new_version = the_pin.fork_version(version)
+    new_version = the_pin.fork_version(version) + foreign.label(members)
     tag = source.name.removesuffix(".whl").split("-", 2)[2]
 
     edits = series.plan_apply(tree, members, the_pin)
@@ -184,6 +183,6 @@ def _record(tree: WheelTree, replaced: dict[str, bytes | None], new_info: str) -
     return record.update(renamed, changes)
 
 
-def check(path: Path, members: Sequence[Patch], the_pin: pin.Pin) -> list[str]:
+def check(path: Path, members: Sequence[series.Member], the_pin: pin.Pin) -> list[str]:
     """What is wrong with a built wheel; empty if nothing."""
     return series.verify(WheelTree(path), members, the_pin)

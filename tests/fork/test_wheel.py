@@ -21,7 +21,7 @@ from packaging.tags import parse_tag
 from packaging.utils import parse_wheel_filename
 from wheel.wheelfile import WheelFile
 
-from fork import ROOT, ForkError, fetch, pin, recipe, record, series, wheel, zipcopy
+from fork import ROOT, ForkError, fetch, foreign, pin, recipe, record, series, wheel, zipcopy
 from fork.edits import SetKeyword, SetReturn
 from fork.tree import FolderTree, WheelTree, open_tree
 
@@ -254,6 +254,24 @@ def test_progress_counts_up_to_less_than_the_source(upstream, members, dist):
     wheel.build(the_pin, members, dist, progress=counts.append)
     size = fetch.upstream_wheel(the_pin).stat().st_size
     assert len(FILES[NATIVE]) // 10 < sum(counts) < size
+
+
+def test_foreign_members_are_in_the_wheel_and_its_version(upstream, members, dist):
+    """Two builds of one version would be two contents of one file name."""
+    old, new = FILES[CACHE].splitlines()[0], b"class Cache:  # mine"
+    rest = b"".join(b" %b\n" % line for line in FILES[CACHE].splitlines()[1:])
+    diff = b"--- a/%b\n+++ b/%b\n@@ -1,3 +1,3 @@\n-%b\n+%b\n" % (*[CACHE.encode()] * 2, old, new)
+    mine = foreign.Foreign("mine", diff + rest)
+    the_pin = upstream()
+    path = wheel.build(the_pin, [mine, *members], dist)
+    version = "0.33.0+sm120.7" + foreign.label([mine])
+    assert path.name == NEW_NAME.replace("0.33.0+sm120.7", version)
+    tree = WheelTree(path)
+    assert tree.version == version
+    assert tree.read(CACHE).startswith(new)
+    assert recipe.members_of(tree) == ["mine", *(m.name for m in members)]
+    assert wheel.check(path, [mine, *members], the_pin) == []
+    assert wheel.check(path, members, the_pin) != []
 
 
 def test_check_passes_the_wheel_and_sees_damage(built, upstream, members, tmp_path):

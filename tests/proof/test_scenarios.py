@@ -103,7 +103,7 @@ def test_other_names_give_other_tokens():
 
 @pytest.mark.parametrize("name", ["warm", "evicted", "offloaded"])
 def test_the_prefix_ends_at_the_same_token_for_blocks_of_64_and_128(name):
-    cold, again = _requests(name)
+    cold, *_, again = _requests(name)
     before = cold.prompt + cold.forced
     pairs = enumerate(zip(before, again.prompt, strict=False))
     common = next(i for i, (one, other) in pairs if one != other)

@@ -332,6 +332,46 @@ def kernels(platform):
     }
 
 
+@pytest.mark.parametrize(
+    ("present", "executor", "nnodes", "asked"),
+    [
+        (4, None, 1, [0, 1, 2, 3]),
+        (8, "mp", 1, [0, 1, 2, 3]),
+        (1, "mp", 4, [0]),
+        (3, "mp", 1, None),
+        (1, "ray", 1, [0]),  # Ray: this node's share is what is visible
+        (8, "ray", 1, [0, 1, 2, 3]),
+        (0, "ray", 1, None),
+    ],
+)
+def test_every_gpu_that_the_argv_uses_here(
+    platform, selftest, monkeypatch, present, executor, nnodes, asked
+):
+    from argparse import Namespace
+
+    from vllm.models.deepseek_v41.nvidia import sm120_selftest_device as device
+    from vllm.models.deepseek_v41.nvidia.sm120_selftest_report import Refusal, Report
+
+    seen = []
+    count = classmethod(lambda cls: present)
+    monkeypatch.setattr(platform, "device_count", count, raising=False)
+    monkeypatch.setattr(selftest, "_real_capability", lambda number=0: (12, 0))
+    monkeypatch.setattr(device, "run", lambda report, plan, name: seen.append(name))
+    args = Namespace(
+        tensor_parallel_size=4,
+        pipeline_parallel_size=1,
+        nnodes=nnodes,
+        distributed_executor_backend=executor,
+    )
+    report = Report([], rules_only=False, complete=True)
+    if asked is None:
+        with pytest.raises(Refusal, match="GPUs here"):
+            selftest._on_each_gpu(report, None, args)
+    else:
+        selftest._on_each_gpu(report, None, args)
+        assert seen == [f"cuda:{number}" for number in asked]
+
+
 def test_right_device_passes(on_device, kernels):
     report = on_device(kernels["right"], kernels["right logits"])
     assert report.line() == "SELFTEST PASS", report.refusals

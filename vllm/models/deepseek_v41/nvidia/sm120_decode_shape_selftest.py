@@ -174,6 +174,9 @@ def judge(
 def _on_each_gpu(report: Report, plan: Any, args: argparse.Namespace) -> None:
     """The device rows, on every GPU of this host that the argv uses.
 
+    With Ray the argv does not say how many of its GPUs a host has: all that are visible
+    here, up to the whole layout.
+
     Raises:
         Refusal: ``device``: there are fewer GPUs, or one of another capability.
     """
@@ -183,6 +186,8 @@ def _on_each_gpu(report: Report, plan: Any, args: argparse.Namespace) -> None:
     wanted = int(args.tensor_parallel_size) * int(args.pipeline_parallel_size)
     wanted //= max(1, int(args.nnodes))
     present = current_platform.device_count()
+    if args.distributed_executor_backend == "ray":
+        wanted = min(wanted, max(present, 1))
     if present < wanted:
         raise Refusal(
             "device", f"{present} GPUs here, this argv uses {wanted} on each host"

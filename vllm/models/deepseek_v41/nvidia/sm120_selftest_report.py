@@ -87,11 +87,21 @@ class Row:
 
 @dataclass
 class Report:
-    """What the self-test found so far."""
+    """What the self-test found so far.
+
+    Attributes:
+        argv: what follows ``vllm serve``.
+        rules_only: no device was asked.
+        complete: nothing was narrowed.
+        env_sha256: of the environment as the report was begun: while it builds its
+            configuration, vLLM sets switches of its own, and those follow from argv and
+            checkpoint.
+    """
 
     argv: Sequence[str]
     rules_only: bool
     complete: bool
+    env_sha256: str = field(default_factory=lambda: digest(environment(os.environ)))
     facts: dict[str, Fact] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     warnings: dict[str, str] = field(default_factory=dict)
@@ -140,7 +150,7 @@ class Report:
             "schema": SCHEMA,
             "runtime_key": runtime_key(),
             "argv_sha256": digest(list(self.argv)),
-            "env_sha256": digest(environment(os.environ)),
+            "env_sha256": self.env_sha256,
             "complete": self.complete,
             "level": "rules" if self.rules_only else "device",
             "verdict": self.verdict(),

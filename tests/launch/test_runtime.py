@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pins a rank's commands: the box of gate and engine, and, run for real with a stand-in
+virtual environment, the gate's frame, its time limit, and that nothing is left behind."""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+
+import pytest
+
+from sm120_launch import runtime
+from sm120_launch.plan import Image, LocalTransport, Mount, RankPlan
+
+DIGEST = "sha256:" + "7" * 64
+ARGV = ("/models/V4.1", "--hf-overrides.a", '"x y"', "$HOME;'", "--", "-m")
+
+
+@pytest.fixture
+def rank():
+    """A rank in podman; changes by keyword."""
+
+    def make(**changes):
+        fields = {
+            "rank": 2,
+            "profile": "p",
+            "host": "h",
+            "transport": LocalTransport(),
+            "runtime": "podman",
+            "image": Image(name="localhost/v", digest=DIGEST, platform="linux/amd64"),
+            "runtime_key": "k",
+            "argv": ARGV,
+            "argv_sha256": "a",
+            "env": {"HOME": "/cache", "A": "1 2"},
+            "env_sha256": "e",
+            "devices": ("0", "1"),
+            "checkpoint": "/data/V4.1",
+            "model": "/models/V4.1",
+            "cache_volume": "sm120-cache-7",
+            "gate_timeout_s": 60,
+        }
+        return RankPlan(**fields | changes)
+
+    return make
+
+
+def option(command, flag):
+    """Every value that follows ``flag``."""
+    return [command[n + 1] for n, word in enumerate(command) if word == flag]
+
+
+@pytest.mark.parametrize("engine", ["podman", "docker"])
+def test_gate_and_engine_get_the_same_box(rank, engine):
+    """All but name, network, and what is run."""
+    made = rank(
+        runtime=engine,
+        pass_env=("HF_TOKEN",),
+        mounts=(Mount(source="/s", target="/t"), Mount(source="/u", target="/w", read_only=False)),
+        ipc="private",
+        shm_size="16g",
+        memlock=-1,
+    )
+    gate, serve = runtime.gate_command(made, "l1"), runtime.engine_command(made, "l1")
+    for command, purpose, network in ((gate, "gate", "none"), (serve, "engine", "host")):
+        assert command[:2] == [engine, "run"]
+        assert option(command, "--name") == [f"sm120.p.l1.r2.{purpose}"]
+        assert option(command, "--network") == [network]
+        assert option(command, "--mount") == [
+            "type=volume,source=sm120-cache-7,target=/cache",
+            "type=bind,source=/data/V4.1,target=/models/V4.1,readonly",
+            "type=bind,source=/s,target=/t,readonly",
+            "type=bind,source=/u,target=/w",
+        ]
+        assert option(command, "--env") == ["A=1 2", "HOME=/cache", "HF_TOKEN"]
+        assert option(command, "--ulimit") == ["memlock=-1:-1"]
+        assert option(command, "--shm-size") == ["16g"]
+        assert "--read-only" in command
+        assert option(command, "--pull") == ["never"]
+        assert f"localhost/v@{DIGEST}" in command
+        assert not any("latest" in word for word in command)
+    same = [
+        {w for w in c if w.startswith(("--mount", "type=", "A=", "--device"))}
+        for c in (gate, serve)
+    ]
+    assert same[0] == same[1]
+    assert tuple(gate[-len(ARGV) :]) == ARGV
+    assert tuple(serve[-len(ARGV) :]) == ARGV
+    assert serve[-len(ARGV) - 1] == "serve" and option(serve, "--entrypoint") == ["vllm"]
+    assert "--rm" in gate and "--rm" not in serve and "--detach" in serve
+
+
+def test_devices_fail_loudly_where_there_are_none(rank):
+    """podman's --gpus does nothing, in silence, on a host without a GPU."""
+    podman = runtime.gate_command(rank(devices=("0", "/dev/infiniband/x")), "l")
+    assert option(podman, "--device") == ["nvidia.com/gpu=0", "/dev/infiniband/x"]
+    assert "--gpus" not in podman
+    docker = runtime.gate_command(rank(runtime="docker", devices=("0", "1", "/dev/x")), "l")
+    assert option(docker, "--gpus") == ['"device=0,1"']
+    assert option(docker, "--device") == ["/dev/x"]
+    none = runtime.gate_command(rank(devices=()), "l")
+    assert "--device" not in none and "--gpus" not in none
+
+
+def test_the_gate_ends_by_itself(rank):
+    podman = runtime.gate_command(rank(), "l")
+    assert option(podman, "--timeout") == ["70"]
+    assert option(podman, "sh")[0] == "l" and "timeout -s KILL" in podman[podman.index("-c") + 1]
+
+
+def test_ipc_and_gate_network(rank):
+    made = rank(ipc="host", gate_network="host")
+    gate = runtime.gate_command(made, "l")
+    assert option(gate, "--ipc") == ["host"] and option(gate, "--network") == ["host"]
+
+
+@pytest.mark.parametrize("bad", ["", "A", "a b", "a;b", "-a", "a-", "a.b", "ü"])
+def test_launch_ids(rank, bad):
+    with pytest.raises(ValueError, match="launch id"):
+        runtime.name(rank(), bad, "gate")
+
+
+def test_names_of_other_launches_and_ranks_differ(rank):
+    made = {
+        runtime.name(rank(profile=p, rank=r), launch, purpose)
+        for p in ("a", "a-b")
+        for r in (0, 1)
+        for launch in ("x", "b-x")
+        for purpose in ("gate", "engine")
+    }
+    assert len(made) == 16
+
+
+def test_image_is_asked_for_by_digest(rank):
+    for engine in ("podman", "docker"):
+        command = runtime.inspect_image_command(rank(runtime=engine))
+        assert command[0] == engine and command[-1] == f"localhost/v@{DIGEST}"
+
+
+SELFTEST = """\
+import json, os, subprocess, sys, time
+path = sys.argv[sys.argv.index("--json") + 1]
+argv = sys.argv[sys.argv.index("--") + 1 :]
+with open(path, "w") as file:
+    json.dump({"argv": argv, "env": dict(os.environ), "stdin": sys.stdin.read()}, file)
+mode = os.environ.get("MODE")
+if mode == "hang":
+    subprocess.Popen(["setsid", "sleep", "600"], stdout=2, stderr=2)
+    time.sleep(600)
+if mode == "none":
+    os.unlink(path)
+if mode == "huge":
+    open(path, "w").write("x" * (9 << 20))
+print("SM120-END l1 0")
+sys.stdout.write("SELFTEST PASS")
+sys.exit(int(os.environ.get("EXIT", "0")))
+"""
+SERVE = """\
+#!/bin/sh
+echo serving "$@"
+[ -z "$FAIL" ] || exit 3
+setsid sleep 600 &
+exec sleep 600
+"""
+
+
+@pytest.fixture
+def venv(tmp_path, monkeypatch):
+    """A virtual environment whose self-test and ``vllm`` are stand-ins."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("VLLM_USE_LEAKED", "1")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    folder = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    site = next(folder.glob("lib/python*/site-packages"))
+    module = site.joinpath(*runtime.SELFTEST.split(".")).with_suffix(".py")
+    module.parent.mkdir(parents=True)
+    module.write_text(SELFTEST)
+    (folder / "bin/vllm").write_text(SERVE)
+    (folder / "bin/vllm").chmod(0o755)
+    return str(folder)
+
+
+@pytest.fixture
+def in_venv(rank, venv):
+    own = f"p{uuid.uuid4().hex[:8]}"  # other tests run beside this one
+
+    def make(**changes):
+        fields = {"runtime": "venv", "venv": venv, "image": None, "cache_volume": None}
+        fields["profile"] = own
+        return rank(**fields | {"env": {"A": "1 2"}} | changes)
+
+    yield make
+    for number in (0, 2):  # whatever a failed test left
+        run(runtime.cleanup_command(make(rank=number)))
+
+
+def run(command):
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=60
+    )
+    return done.returncode, done.stdout
+
+
+def framed(text, launch="l1"):
+    """The self-test's output, its report and the exit status that the frame says."""
+    said, _, rest = text.rpartition(f"\nSM120-REPORT {launch}\n")
+    report, _, end = rest.rpartition(f"\nSM120-END {launch} ")
+    return said, report, end.strip()
+
+
+def test_gate_in_a_venv(in_venv):
+    code, text = run(runtime.gate_command(in_venv(pass_env=("HF_TOKEN",)), "l1"))
+    said, report, end = framed(text)
+    found = json.loads(report)
+    assert (code, end) == (0, "0")
+    assert said.splitlines() == ["SM120-END l1 0", "SELFTEST PASS"]
+    assert tuple(found["argv"]) == ARGV  # as they are, whatever a shell would make of them
+    assert found["stdin"] == ""
+    env = found["env"]
+    assert (env["A"], env["CUDA_VISIBLE_DEVICES"], env["HF_TOKEN"]) == ("1 2", "0,1", "secret")
+    assert "VLLM_USE_LEAKED" not in env
+    assert "secret" not in " ".join(runtime.gate_command(in_venv(pass_env=("HF_TOKEN",)), "l1"))
+    _, text = run(runtime.gate_command(in_venv(), "l1"))
+    assert "HF_TOKEN" not in json.loads(framed(text)[1])["env"]
+
+
+@pytest.mark.parametrize("status", [1, 2, 77])
+def test_the_exit_status_is_the_selftests(in_venv, status):
+    code, text = run(runtime.gate_command(in_venv(env={"EXIT": str(status)}), "l1"))
+    assert (code, framed(text)[2]) == (status, str(status))
+
+
+def test_no_report_and_one_too_long(in_venv):
+    assert framed(run(runtime.gate_command(in_venv(env={"MODE": "none"}), "l1"))[1])[1] == ""
+    cut = framed(run(runtime.gate_command(in_venv(env={"MODE": "huge"}), "l1"))[1])[1]
+    assert len(cut) == runtime.REPORT_LIMIT
+
+
+def test_time_limit_and_what_escaped_it(in_venv):
+    """A child in a session of its own outlives the limit; stop finds it."""
+    made = in_venv(env={"MODE": "hang"}, gate_timeout_s=1)
+    began = time.monotonic()
+    code, text = run(runtime.gate_command(made, "l1"))
+    assert (code, framed(text)[2]) == (137, "137")
+    assert time.monotonic() - began < 20
+    assert run(runtime.status_command(made, "l1", "gate")) == (0, "running\n")
+    assert run(runtime.stop_command(made, "l1", "gate"))[0] == 0
+    assert run(runtime.status_command(made, "l1", "gate")) == (0, "absent\n")
+
+
+def wait_for(command, wanted):
+    for _ in range(100):
+        if run(command)[1] == wanted:
+            return
+        time.sleep(0.1)
+    raise AssertionError(run(command))
+
+
+def test_engine_in_a_venv(in_venv):
+    made, other = in_venv(), in_venv(rank=0)
+    status = runtime.status_command(made, "l1", "engine")
+    assert run(status) == (0, "absent\n")
+    assert run(runtime.engine_command(made, "l1"))[0] == 0
+    wait_for(status, "running\n")
+    wait_for(runtime.logs_command(made, "l1", "engine"), "serving serve " + " ".join(ARGV) + "\n")
+    # another rank, launch or profile is none of it
+    for not_this in (
+        runtime.stop_command(other, "l1", "engine"),
+        runtime.stop_command(made, "l2", "engine"),
+        runtime.cleanup_command(other),
+        runtime.cleanup_command(in_venv(profile=f"{made.profile}-x")),
+    ):
+        assert run(not_this)[0] == 0
+    assert run(status) == (0, "running\n")
+    # a later launch cleans up, also what left its session
+    assert run(runtime.cleanup_command(made))[0] == 0
+    assert run(status) == (0, "absent\n")
+
+
+def test_engine_that_fails(in_venv):
+    made = in_venv(env={"FAIL": "1"})
+    run(runtime.engine_command(made, "l1"))
+    wait_for(runtime.status_command(made, "l1", "engine"), "exited 3\n")
+    assert run(runtime.logs_command(made, "l1", "engine"))[1].startswith("serving")
+    assert run(runtime.stop_command(made, "l1", "engine"))[0] == 0
+    assert run(runtime.status_command(made, "l1", "engine")) == (0, "absent\n")
+
+
+def test_the_venv_is_asked_for(in_venv, venv):
+    assert run(runtime.inspect_image_command(in_venv()))[0] == 0
+    shutil.rmtree(venv)
+    with pytest.raises(FileNotFoundError):
+        run(runtime.inspect_image_command(in_venv()))
+
+
+@pytest.mark.parametrize("purpose", ["status", "stop"])
+def test_a_missing_engine_is_not_taken_for_a_missing_container(rank, purpose, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    made = {"status": runtime.status_command, "stop": runtime.stop_command}[purpose]
+    assert run(made(rank(), "l1", "engine"))[0] == 127
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ("running 0", "running"),
+        ("paused 0", "running"),
+        ("exited 3", "exited 3"),
+        ("stopped 137", "exited 137"),
+        ("created 126", "exited 126"),  # it never started
+        ("dead 1", "exited 1"),
+        ("", "absent"),
+    ],
+)
+def test_states_of_a_container(rank, tmp_path, monkeypatch, state, said):
+    """An engine that answers ``container inspect`` so."""
+    engine = tmp_path / "podman"
+    engine.write_text(f'#!/bin/sh\n[ -n "{state}" ] && echo "{state}"\n')
+    engine.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert run(runtime.status_command(rank(), "l1", "engine")) == (0, f"{said}\n")
