@@ -7,6 +7,7 @@ bytes are what is counted; nothing depends on max_model_len.
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -48,6 +49,7 @@ def measure(
     """
     if not memory_gib > 0 or not lengths or min(lengths) < 1:
         raise ForkError("memory and lengths must be positive")
+    argv = absolute(argv)
     version, _ = the_pin.of(base)
     geometry.need_dependencies()
     wheel = WheelTree(fetch.upstream_wheel(the_pin, version))
@@ -67,10 +69,15 @@ def measure(
     return {
         "schema": SCHEMA,
         "base": version,
-        "argv": list(argv),
+        "argv": argv,
         "memory_gib": memory_gib,
         "layouts": layouts,
     }
+
+
+def absolute(argv: Sequence[str]) -> list[str]:
+    """The argv with the checkpoint's folder as an absolute path: vLLM plans elsewhere."""
+    return [str(Path(a).resolve()) if (Path(a) / "config.json").is_file() else a for a in argv]
 
 
 def show(result: dict[str, Any], console: Console) -> None:

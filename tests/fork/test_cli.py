@@ -427,6 +427,13 @@ class TestCapacity:
         assert done.stdout.count("97,408") == 3 - len(refused)
         assert done.stdout.count("refuses to plan this: no") == len(refused)
 
+    def test_a_checkpoint_by_a_relative_path(self, tmp_path, monkeypatch):
+        (tmp_path / "m").mkdir()
+        (tmp_path / "m" / "config.json").write_text("{}")
+        monkeypatch.chdir(tmp_path)
+        argv = ["m", "--block-size", "128", "--served-model-name", "n"]
+        assert capacity.absolute(argv) == [str(tmp_path / "m"), *argv[1:]]
+
     def test_json_and_nothing_else(self, run, measured):
         measured()
         done = run("capacity", "--memory-gib", "1.5", "--json", "-")

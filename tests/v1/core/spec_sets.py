@@ -16,18 +16,8 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
+from vllm.v1 import kv_cache_interface as kv
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    CircularBufferSpec,
-    CrossAttentionSpec,
-    FullAttentionSpec,
-    HiddenStateCacheSpec,
-    MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowMLASpec,
-    SlidingWindowSpec,
-)
 
 try:
     from vllm.v1.core import kv_cache_planning as planning  # 0.33
@@ -39,26 +29,26 @@ MEMORY = 1 << 30
 BF16, U8 = torch.bfloat16, torch.uint8
 
 
-def full(heads: int, size: int, block: int = 16, **more: Any) -> FullAttentionSpec:
-    return FullAttentionSpec(
+def full(heads: int, size: int, block: int = 16, **more: Any) -> kv.FullAttentionSpec:
+    return kv.FullAttentionSpec(
         block_size=block, num_kv_heads=heads, head_size=size, dtype=BF16, **more
     )
 
 
-def window(heads: int, size: int, tokens: int, block: int = 16) -> SlidingWindowSpec:
-    return SlidingWindowSpec(
+def window(heads: int, size: int, tokens: int, block: int = 16) -> kv.SlidingWindowSpec:
+    return kv.SlidingWindowSpec(
         block_size=block, num_kv_heads=heads, head_size=size, dtype=BF16, sliding_window=tokens
     )
 
 
-def mla(block: int, size: int, cls: type = MLAAttentionSpec, **more: Any) -> Any:
+def mla(block: int, size: int, cls: type = kv.MLAAttentionSpec, **more: Any) -> Any:
     more = {"dtype": BF16} | more
     return cls(block_size=block, num_kv_heads=1, head_size=size, **more)
 
 
-def mamba(state: int, block: int = 16, **more: Any) -> MambaSpec:
+def mamba(state: int, block: int = 16, **more: Any) -> kv.MambaSpec:
     shapes = ((3, 8192), (32, state, 128))
-    return MambaSpec(block_size=block, shapes=shapes, dtypes=(BF16, torch.float32), **more)
+    return kv.MambaSpec(block_size=block, shapes=shapes, dtypes=(BF16, torch.float32), **more)
 
 
 def mixed(count: int, period: int, common: Any, rare: Any) -> dict[str, Any]:
@@ -72,7 +62,12 @@ def deepseek_v4(main: dict[str, Any], block: int, ratios: tuple[int, int]) -> di
     specs: dict[str, Any] = {}
     for n in range(12):
         specs[f"layers.{n}.swa"] = mla(
-            64, 512, SlidingWindowMLASpec, sliding_window=128, model_version="deepseek_v4", **record
+            64,
+            512,
+            kv.SlidingWindowMLASpec,
+            sliding_window=128,
+            model_version="deepseek_v4",
+            **record,
         )
         ratio = ratios[n % 2]
         specs[f"layers.{n}"] = mla(
@@ -91,7 +86,7 @@ def spec_sets() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "Mistral 7B", mixed(32, 99, window(8, 128, 4096), None)
     yield "Gemma 3 27B", mixed(62, 6, window(16, 128, 1024), full(16, 128))
     yield "gpt-oss 20B", mixed(24, 2, window(8, 64, 128), full(8, 64))
-    chunked = ChunkedLocalAttentionSpec(
+    chunked = kv.ChunkedLocalAttentionSpec(
         block_size=16, num_kv_heads=8, head_size=128, dtype=BF16, attention_chunk_size=8192
     )
     yield "Llama 4 Scout", mixed(48, 4, chunked, full(8, 128))
@@ -108,21 +103,21 @@ def spec_sets() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "Qwen3-Next", mixed(48, 4, mamba(128), full(2, 256, block=544))
     padded = mamba(16, page_size_padded=4_194_304)
     yield "Jamba", mixed(32, 8, padded, full(8, 128, block=1024))
-    cross = CrossAttentionSpec(block_size=16, num_kv_heads=20, head_size=64, dtype=BF16)
+    cross = kv.CrossAttentionSpec(block_size=16, num_kv_heads=20, head_size=64, dtype=BF16)
     yield "Whisper", mixed(32, 2, full(20, 64), cross)
     draft = {"draft.0": full(8, 128, is_draft=True) if _has_draft() else full(8, 128)}
     yield "Llama 3 8B with EAGLE", mixed(32, 99, full(8, 128), None) | draft
-    ring = CircularBufferSpec(
+    ring = kv.CircularBufferSpec(
         block_size=8, num_kv_heads=1, head_size=1024, head_size_v=0, dtype=torch.float32
     )
     tail = {f"layers.{n}.tail": ring for n in range(4)}
     yield "MLA with rings", mixed(16, 99, mla(64, 576), None) | tail
-    hidden = mla(16, 4096, HiddenStateCacheSpec)
+    hidden = mla(16, 4096, kv.HiddenStateCacheSpec)
     yield "hidden states", mixed(24, 2, window(8, 128, 512), full(8, 128)) | {"hidden": hidden}
 
 
 def _has_draft() -> bool:
-    return any(f == "is_draft" for f in FullAttentionSpec.__dataclass_fields__)
+    return any(f == "is_draft" for f in kv.FullAttentionSpec.__dataclass_fields__)
 
 
 def planned(config: Any, specs: dict[str, Any], layout: str) -> str:

@@ -5,9 +5,12 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+
+from fork import planner
 
 SLOTS = """
 import json, sys, torch
@@ -87,3 +90,29 @@ def test_the_zeroer_gets_every_page_of_a_block(laid_out):
     assert tuple(blocks.shape) == (3, 2, 1, 64, 584)
     assert blocks.stride()[:2] == (230400, 46080)
     assert blocks[2, 1].storage_offset() == view[11].storage_offset()
+
+
+def test_vllms_zeroer_clears_every_page(engine_config):
+    """KVBlockZeroer's own segments, over the caches as a runner binds them."""
+    from vllm.models.deepseek_v41.nvidia.sm120_block_places import place_of
+    from vllm.v1.worker.utils import KVBlockZeroer
+
+    found = planner.Plan(engine_config(), planner.planned_caches_module())
+    groups = [group for groups in found.groups for group in groups]
+    bound = {n: SimpleNamespace(kv_cache=v.squeeze(1)) for n, v in found.views.items()}
+    sizes = [g.kv_cache_spec.block_size for g in found.kv_cache_config.kv_cache_groups]
+    blocks = found.kv_cache_config.num_blocks
+    zeroer = KVBlockZeroer(torch.device("cpu"), groups, sizes, bound, blocks)
+    addresses, strides, lengths = (part.tolist() for part in zeroer._meta[:3])
+    assert {4 * stride for stride in strides} == {found.block_stride}
+    cleared = dict(zip(addresses, (4 * n for n in lengths), strict=True))
+    for group in groups:
+        for name in group.layer_names:
+            view = found.views[name]
+            place = place_of(view, group.kv_cache_spec)
+            first, last = place.spans()[0][0], place.spans()[-1][1]
+            assert cleared[view.data_ptr()] >= last - first, name
+    # Ratio 1 is read and zeroed over two units.
+    main = found.views["model.layers.20.attn"]
+    assert cleared[main.data_ptr()] >= 46080 + 64 * 584
+    assert max(lengths) * 4 <= found.block_stride
