@@ -24,9 +24,13 @@ from typing import Any
 
 import numpy as np
 
-from . import arms
+from . import arms, faults
 
 QUANTILES = (0.5, 0.9, 0.99)
+
+ABOVE = 10
+"""A quantile counts where at least so many differences lie above it, in the noise and in what
+is compared: what 99 % of a few hundred stay below is the accident of two or three."""
 
 FLOOR = 2**-7
 """Half a step between bf16 logits in [2, 4), where this model's largest lie, in nats:
@@ -95,8 +99,10 @@ class Line:
     Attributes:
         compared: the arm or the fault.
         differences: |difference| in nats, at every position of every pair of runs.
-        noise: quantiles of the reference against itself, in nats.
-        verdict: ``same``, ``differs``, ``found``, ``missed``, or ``-`` for the noise itself.
+        noise: quantiles of the reference against itself, in nats, of ``noise_size``
+            differences.
+        verdict: ``same``, ``differs``, ``found``, ``missed``, ``blind`` (missed, and known
+            to be), or ``-`` for the noise itself.
         hits: prefix-cache hits in tokens, one a request; ``wanted`` the reference's.
         positions: positions of one run.
     """
@@ -106,6 +112,7 @@ class Line:
     compared: str
     differences: np.ndarray = dataclasses.field(repr=False)
     noise: tuple[float, ...]
+    noise_size: int
     verdict: str
     hits: tuple[int, ...]
     wanted: tuple[int, ...]
@@ -117,8 +124,9 @@ class Line:
 
     @property
     def excess(self) -> float:
-        """The largest ratio of a quantile to the noise's."""
-        return excess(self.quantiles, self.noise)
+        """The largest ratio of a quantile to the noise's, of those that count."""
+        size = min(len(self.differences), self.noise_size)
+        return excess(self.quantiles, self.noise, size)
 
     def judged(self, same: float) -> "Line":
         """With the verdict of an arm: the same up to that excess."""
@@ -175,8 +183,15 @@ def quantiles(found: np.ndarray) -> tuple[float, ...]:
     return tuple(float(value) for value in np.quantile(found, QUANTILES, method="higher"))
 
 
-def excess(found: Sequence[float], noise: Sequence[float]) -> float:
-    return max(f / max(n, FLOOR) for f, n in zip(found, noise, strict=True))
+def excess(found: Sequence[float], noise: Sequence[float], size: int) -> float:
+    """The largest ratio of ``found`` to ``noise``, quantile by quantile.
+
+    Args:
+        size: differences behind the smaller of the two; the median always counts.
+    """
+    ratios = [f / max(n, FLOOR) for f, n in zip(found, noise, strict=True)]
+    counted = [True, *(round(size * (1 - q), 6) >= ABOVE for q in QUANTILES[1:])]
+    return max(ratio for ratio, counts in zip(ratios, counted, strict=True) if counts)
 
 
 def table(results: Iterable[Result], reference: str = "stock") -> list[Line]:
@@ -227,9 +242,11 @@ def _scenario(
     runs = right.answers(scenario)
     pairs = _noise(scenario, right, again)
     noise, wanted = quantiles(pairs), right.hits(scenario)
+    size, count = len(pairs), len(runs[0])
 
     def line(compared: str, found: np.ndarray, hits: tuple[int, ...]) -> Line:
-        return Line(right.setup, scenario, compared, found, noise, "-", hits, wanted, len(runs[0]))
+        place = right.setup, scenario
+        return Line(*place, compared, found, noise, size, "-", hits, wanted, count)
 
     yield line(f"{right.arm} itself", pairs, wanted)
     for name, arm in {right.arm: right, **others}.items():
@@ -239,6 +256,9 @@ def _scenario(
             yield made.judged(max(arms.ARMS[arm.arm].same, other_blocks))
         for fault, place in arm.faults():
             if place == scenario:
-                made = line(fault, differences(arm.answers(scenario, fault), runs), wanted)
+                planted = fault if arm.arm == "fork" else f"{fault} ({arm.arm})"
+                made = line(planted, differences(arm.answers(scenario, fault), runs), wanted)
                 word = "found" if made.excess >= FOUND else "missed"
+                if word == "missed" and faults.known_blind(fault):
+                    word = "blind"
                 yield dataclasses.replace(made, verdict=word)

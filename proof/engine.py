@@ -69,7 +69,7 @@ SETUPS = {
         "text",
         ("decode", "warm", "mixed", "preempted"),
         options=_GRAPHS,
-        arms=("stock", "fork", "fork-units"),
+        arms=("stock", "stock-again", "fork", "fork-units"),
     ),
     "block-128": Setup(
         "text",
@@ -92,7 +92,7 @@ SETUPS = {
             "speculative_config": {"method": "dspark", "num_speculative_tokens": 5},
         },
         faults=True,
-        arms=("stock", "fork", "fork-units"),
+        arms=("stock", "stock-again", "fork", "fork-units"),
     ),
     "offload": Setup(
         "text",
@@ -244,9 +244,9 @@ class Engine:
             raise RuntimeError(f"{scenario}/{request.name}: the continuation was not imposed")
         return [Row(scenario, request.name, where, cached, values[request.since :])]
 
-    def forget(self) -> None:
-        """Empties the prefix cache."""
-        if not self.llm.reset_prefix_cache():
+    def forget(self, host: bool = False) -> None:
+        """Empties the prefix cache, and what a KV connector keeps on the host."""
+        if not self.llm.reset_prefix_cache(reset_connector=host):
             raise RuntimeError("the prefix cache could not be reset: blocks are in use")
 
     def evict_later_half(self, name: str) -> None:
@@ -324,7 +324,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         for answer in ask(engine, setup.scenarios):
             result["runs"].append({"repeat": repeat, "fault": None, **answer})
     for fault in FAULTS if job.get("faults") else ():
-        if fault.variant != setup.variant or fault.scenario not in setup.scenarios:
+        here = fault.variant == setup.variant and fault.scenario in setup.scenarios
+        if not here or job["arm"] not in fault.arms:
             continue
         engine.forget()
         with fault.plant(engine):

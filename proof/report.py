@@ -44,6 +44,8 @@ def verdict(lines: list[Line], errors: list[str]) -> tuple[bool, str]:
         parts.append(f"{len(errors)} scenarios failed")
     faults = sum(line.verdict == "found" for line in lines)
     good = f"PROOF HOLDS: every arm within noise, {faults} planted faults found"
+    if blind := [line.compared for line in lines if line.verdict == "blind"]:
+        good += f"; blind to {', '.join(blind)} (proof/README.md)"
     return not parts, "PROOF FAILS: " + "; ".join(parts) if parts else good
 
 
@@ -60,7 +62,8 @@ def show(lines: list[Line], console: Console) -> None:
         place = (line.setup, line.scenario)
         named = (*place, str(line.positions)) if place != last else ("", "", "")
         last = place
-        style = {"differs": "bold red", "missed": "bold red", "found": "green"}.get(line.verdict)
+        styles = {"differs": "bold red", "missed": "bold red", "found": "green", "blind": "yellow"}
+        style = styles.get(line.verdict)
         table.add_row(
             *named[:2],
             line.compared,
@@ -93,6 +96,7 @@ def plot(lines: list[Line], path: Path) -> None:
     looks = {
         "-": ("black", "-", 2.0),
         "found": ("tab:red", "-", 0.9),
+        "blind": ("tab:orange", ":", 2),
         "missed": ("tab:red", ":", 2),
     }
     for axis, place in zip(axes.flat, places, strict=False):
@@ -169,14 +173,14 @@ def main(argv: list[str] | None = None) -> int:
     try:
         reference = "fork" if args.local else "stock"
         lines = compare.table(results, reference)
+        digests = read_digests(args.folder)
+        if args.local:
+            lines += stored.against(results, "fork", digests, compare.OTHER_KERNEL)
         if all(line.verdict == "-" for line in lines):
             raise ValueError(
                 f"nothing to compare in {args.folder}: no arm beside {reference}; "
                 "python -m proof.run makes them"
             )
-        digests = read_digests(args.folder)
-        if args.local:
-            lines += stored.against(results, "fork", digests, compare.OTHER_KERNEL)
     except ValueError as error:
         return refuse(error)
     show(lines, console)

@@ -61,7 +61,8 @@ def jobs(names: Sequence[str], setups: Sequence[str], local: bool) -> list[Job]:
         for arm in names:
             chosen = SETUPS[setup]
             if (arm in chosen.arms or local) and (chosen.loads or arm == names[0]):
-                found.append(Job(arm, setup, faults=chosen.faults and arm == "fork"))
+                planted = chosen.faults and arm in ("fork", "fork-units")
+                found.append(Job(arm, setup, faults=planted))
     return sorted(found, key=lambda job: not job.faults)
 
 

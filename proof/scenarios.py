@@ -120,7 +120,7 @@ def evicted(engine: Any) -> list[Row]:
 def offloaded(engine: Any) -> list[Row]:
     """The same after the GPU's cache was emptied: vLLM's offloading connector brings the
     blocks back from the host."""
-    engine.forget()
+    engine.forget(host=True)
     prompt = tokens("offloaded", ASKED)
     engine.run("cold", [Request("cold", prompt, tokens("first", 8))])
     # Stores end in steps that come after the one that they are asked for in.

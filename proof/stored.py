@@ -23,7 +23,7 @@ _DIGITS = 4
 def store(lines: list[Line], results: list[Result], digests: dict[str, str], folder: Path) -> None:
     """Writes the files from the arm ``stock`` of a complete proof."""
     folder.mkdir(exist_ok=True)
-    noise = {(line.setup, line.scenario): line.noise for line in lines}
+    noise = {(line.setup, line.scenario): (line.noise, line.noise_size) for line in lines}
     for result in results:
         if result.arm != "stock" or not result.scenarios():
             continue
@@ -35,7 +35,8 @@ def store(lines: list[Line], results: list[Result], digests: dict[str, str], fol
             "checkpoint": _digest(result.record["variant"], digests),
             "scenarios": {
                 scenario: {
-                    "noise": [round(value, 6) for value in noise[result.setup, scenario]],
+                    "noise": [round(value, 6) for value in noise[result.setup, scenario][0]],
+                    "noise_size": noise[result.setup, scenario][1],
                     "hits": list(result.hits(scenario)),
                     "logprobs": np.round(result.answers(scenario)[0], _DIGITS).tolist(),
                 }
@@ -48,16 +49,16 @@ def store(lines: list[Line], results: list[Result], digests: dict[str, str], fol
 def against(results: list[Result], arm: str, digests: dict[str, str], most: float) -> list[Line]:
     """An arm's answers beside the stored ones; within ``most`` they count as the same.
 
+    A set-up of which no answers are stored is left out.
+
     Raises:
-        ValueError: the checkpoint is another one, or no answer is stored.
+        ValueError: the checkpoint is another one, or a scenario is not stored.
     """
     found = []
     for result in results:
         path = FOLDER / f"{result.record['like'] or result.setup}.json"
-        if result.arm != arm or not result.scenarios():
+        if result.arm != arm or not result.scenarios() or not path.exists():
             continue
-        if not path.exists():
-            raise ValueError(f"no stored answers of {path.stem} in {FOLDER}")
         kept: dict[str, Any] = json.loads(path.read_text())
         if kept["checkpoint"] != _digest(result.record["variant"], digests):
             raise ValueError(
@@ -75,6 +76,7 @@ def against(results: list[Result], arm: str, digests: dict[str, str], most: floa
                 compared=f"{arm} and {kept['gpu']}",
                 differences=differences(result.answers(scenario), [wanted]),
                 noise=tuple(right["noise"]),
+                noise_size=right["noise_size"],
                 verdict="",
                 hits=result.hits(scenario),
                 wanted=tuple(right["hits"]),

@@ -74,10 +74,11 @@ def test_a_shift_gives_the_excess_that_theory_predicts(shift, seed):
     runs = [noise.run() for _ in range(2)]
     again = [noise.run() for _ in range(2)]
     moved = [noise.run(shift) for _ in range(2)]
-    right = compare.quantiles(compare.differences(runs, again))
+    pairs = compare.differences(runs, again)
+    right = compare.quantiles(pairs)
     found = compare.quantiles(compare.differences(moved, runs))
     predicted = max(_folded(q, shift) / _folded(q, 0) for q in compare.QUANTILES)
-    assert compare.excess(found, right) == pytest.approx(predicted, rel=0.15)
+    assert compare.excess(found, right, len(pairs)) == pytest.approx(predicted, rel=0.15)
 
 
 @pytest.mark.parametrize("shift, verdict", [(0, "same"), (3, "differs"), (30, "differs")])
@@ -269,3 +270,17 @@ def test_a_second_process_that_answered_nothing_leaves_the_first_ones_noise(resu
     result_folder.add("stock-again", "eager", [{"error": "RuntimeError: no"}])
     result_folder.add("fork", "eager", noise.runs())
     assert len(_lines(result_folder)["stock itself"].differences) == 50
+
+
+@pytest.mark.parametrize("size, counts", [(99, 1), (100, 2), (999, 2), (1000, 3)])
+def test_a_quantile_counts_where_ten_differences_lie_above_it(size, counts):
+    ratios = (1.0, 2.0, 3.0)
+    assert compare.excess(ratios, (1.0, 1.0, 1.0), size) == ratios[counts - 1]
+
+
+def test_a_known_blind_spot_is_no_miss(result_folder, monkeypatch):
+    noise = Noise()
+    _reference(result_folder, noise)
+    result_folder.add("fork", "eager", [*noise.runs(), {"fault": "none", **noise.runs(1)[0]}])
+    monkeypatch.setattr(compare.faults, "known_blind", lambda name: name == "none")
+    assert _lines(result_folder)["none"].verdict == "blind"

@@ -89,6 +89,13 @@ def context(monkeypatch):
     return found
 
 
+class KernelSlots:
+    """The fork's slots in kernel pages."""
+
+    def map(self, slots, block_stride, microbatch=0):
+        return slots + 1000
+
+
 @pytest.fixture
 def engine(context):
     layers = [SimpleNamespace(attn=Attention(index, context)) for index in range(6)]
@@ -102,10 +109,14 @@ def engine(context):
                 torch.tensor([[9, 4, 3, -1]]),
             )
     context.attn_metadata = metadata
+    groups = [[SimpleNamespace(kernel_slots=slots)] for slots in (KernelSlots(), None)]
+    replayed = tuple([[SimpleNamespace(kernel_slots=KernelSlots())]] for _ in range(2))
     return SimpleNamespace(
         language_model=SimpleNamespace(model=SimpleNamespace(layers=layers)),
         runner=SimpleNamespace(
-            speculator=SimpleNamespace(model=SimpleNamespace(model=Draft(layers[0].attn)))
+            speculator=SimpleNamespace(model=SimpleNamespace(model=Draft(layers[0].attn))),
+            attn_groups=groups,
+            model_state=SimpleNamespace(_replay_attn_groups=replayed),
         ),
     )
 
@@ -159,6 +170,16 @@ def test_pages_swapped(engine, context):
         _only(seen, right, prefix)
         others = _seen_by(engine, 2, context)
     assert all(_equal(others[name], right[name]) for name in right)
+
+
+def test_kernel_slots_unmapped(engine):
+    runner = engine.runner
+    (mapped,), _ = runner.attn_groups
+    ((replayed,),), _ = runner.model_state._replay_attn_groups
+    with FAULTS["kernel_slots_unmapped"].plant(engine):
+        for group in (mapped, replayed):
+            assert group.kernel_slots.map(7, 5, 0) == 7
+    assert mapped.kernel_slots.map(7, 5) == 1007
 
 
 def test_stride_off(engine):
@@ -288,8 +309,11 @@ def _state(engine):
         for owner in owners:
             found.append({k: id(v) for k, v in vars(owner).items() if k != "seen"})
         found.append(attn.attn_sink.tolist())
-    draft = engine.runner.speculator.model.model
-    return [*found, {k: id(v) for k, v in vars(draft).items() if k != "seen"}]
+    runner = engine.runner
+    kept = [runner.speculator.model.model]
+    for groups in (runner.attn_groups, *runner.model_state._replay_attn_groups):
+        kept += [g.kernel_slots for several in groups for g in several if g.kernel_slots]
+    return [*found, *({k: id(v) for k, v in vars(o).items() if k != "seen"} for o in kept)]
 
 
 @pytest.mark.parametrize("end", ["normal", "exception", "interrupt"])

@@ -168,11 +168,13 @@ def test_store_keeps_the_answers_for_local(proof, tmp_path, monkeypatch, capsys)
     assert "fork and Testing GPU" in _said(capsys)
 
 
-def test_local_without_stored_answers(proof, tmp_path, monkeypatch, capsys):
+def test_local_without_stored_answers(tmp_path, monkeypatch, result_folder, capsys):
     monkeypatch.setattr(stored, "FOLDER", tmp_path)
-    proof.add("fork-again", "eager", _runs(9))
-    assert _main(proof, "--local") == 2
-    assert "no stored answers of eager" in _said(capsys)
+    for arm in ("fork", "fork-again"):
+        result_folder.add(arm, "eager", _runs(9))
+    report.add_digests(result_folder.folder, {"any": "0"})
+    assert report.main([str(result_folder.folder), "--local"]) == 2
+    assert "nothing to compare" in _said(capsys)
 
 
 def test_help_names_the_exit_codes(capsys):

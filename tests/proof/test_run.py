@@ -29,13 +29,13 @@ def test_a_comparison_runs_each_setups_own_arms():
     assert found == expected
 
 
-def test_faults_are_planted_in_the_fork_and_first():
+def test_faults_are_planted_in_the_fork_first_as_it_is_and_in_units():
     jobs = run.jobs(list(arms.ARMS), ALL, local=False)
     planted = [job for job in jobs if job.faults]
     assert planted == jobs[: len(planted)]
     wanted = {name for name, setup in SETUPS.items() if setup.faults}
     assert {job.setup for job in planted} == wanted
-    assert {job.arm for job in planted} == {"fork"}
+    assert {job.arm for job in planted} == {"fork", "fork-units"}
 
 
 def test_local_runs_the_fork_twice_everywhere():

@@ -31,7 +31,7 @@ class Recorder:
     def evict_later_half(self, name):
         self.steps.append(("evict", name))
 
-    def forget(self):
+    def forget(self, host=False):
         self.steps.append(("forget",))
 
 
