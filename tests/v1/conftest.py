@@ -50,7 +50,7 @@ def platform():
 @pytest.fixture
 def capability(platform, monkeypatch):
     """Sets the capability for one test: ``capability(9, 0)``; ``capability(None)`` is a
-    platform that has none (ROCm, XPU and CPU answer so)."""
+    platform that has none (XPU and CPU answer so)."""
     from vllm.platforms.interface import DeviceCapability
 
     def be(*version):

@@ -73,3 +73,49 @@ def test_the_start_up_check_stops_wrong_places(engine_config, monkeypatch):
     message = str(caught.value)
     assert "where the KV cache was allocated" in message and "pages overlap" in message
     assert "model.layers.20.attn" in message
+
+
+def _strided(cache, blocks, stride):
+    """A cache by blocks that are ``stride`` bytes apart."""
+    step = stride // cache.element_size()
+    return cache.as_strided((blocks, *cache.shape[1:]), (step, *cache.stride()[1:]))
+
+
+@pytest.fixture
+def allocated(engine_config):
+    """What a runner hands to the check: caches by block, views of kernels, groups."""
+    found = planner.Plan(engine_config(), planner.planned_caches_module())
+    groups = [group for groups in found.groups for group in groups]
+    blocks = found.kv_cache_config.num_blocks
+    raw = {name: _strided(view, blocks, found.block_stride) for name, view in found.views.items()}
+    return SimpleNamespace(views=found.views, raw=raw, groups=groups, stride=found.block_stride)
+
+
+@pytest.fixture
+def checked(platform):
+    from vllm.v1.attention.backends.mla import sm120_page_geometry as check
+
+    return check
+
+
+def test_what_is_allocated_passes(allocated, checked):
+    assert checked.checked_places(allocated.views, allocated.raw, allocated.groups)
+
+
+@pytest.mark.parametrize("ids", [0, 1, 4, 7])
+def test_page_ids_that_do_not_reach_the_next_block_are_named(allocated, checked, ids, monkeypatch):
+    name = "model.layers.20.attn"
+    [group] = [g for g in allocated.groups if name in g.layer_names]
+    assert group.kernel_block_stride == 5
+    monkeypatch.setattr(group, "kernel_block_stride", ids)
+    with pytest.raises(checked.PageGeometryError, match="page ids apart") as caught:
+        checked.checked_places(allocated.views, allocated.raw, allocated.groups)
+    assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("one", [0, -1])
+def test_blocks_of_two_sizes_are_named(allocated, checked, one):
+    name = allocated.groups[one].layer_names[0]
+    wrong = _strided(allocated.raw[name], 2, allocated.stride + 576)
+    with pytest.raises(checked.PageGeometryError, match="blocks of different sizes"):
+        checked.checked_places(allocated.views, allocated.raw | {name: wrong}, allocated.groups)

@@ -111,7 +111,9 @@ def test_pipeline_stages(plan):
     for config in configs:
         for tensor in config.kv_cache_tensors:
             assert tensor.block_stride == config.kv_cache_tensors[0].block_stride
-            assert tensor.layer_stride < tensor.block_stride or len(tensor.layers) == 1
+            # A layer as far from the next as blocks are would be taken for unpacked.
+            if "swa_cache" not in tensor.layers[0]:
+                assert tensor.layer_stride < tensor.block_stride
 
 
 def test_other_platforms_do_not_opt_in(engine_config, capability):
@@ -127,6 +129,37 @@ def test_other_platforms_do_not_opt_in(engine_config, capability):
         for backend in (sparse_mla.DeepseekV4FlashMLABackend, indexer.DeepseekV41IndexerBackend):
             for spec in specs:
                 assert backend.customize_spec(spec) is spec
+
+
+def test_rocm_of_the_same_number_does_not_opt_in(engine_config, capability, monkeypatch):
+    """gfx1201 answers 12.0."""
+    from vllm.models.deepseek_v41 import sparse_mla
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.mla import sm120_compressed_pages, sm120_page_geometry
+
+    config = engine_config()
+    caches = planner.planned_caches_module().planned_caches(config)
+    specs = [c.spec for c in caches if c.kind != "swa"]
+    capability(12, 0)
+    monkeypatch.setattr(type(current_platform), "is_rocm", lambda self: True)
+    for spec in specs:
+        assert sparse_mla.DeepseekV4FlashMLABackend.customize_spec(spec) is spec
+    assert sm120_compressed_pages.compressed_kernel_block_sizes([128]) == [128]
+    assert not sm120_page_geometry.applies_to(config)
+
+
+def test_a_backend_that_takes_multiples_is_left_alone(engine_config):
+    """vLLM may choose another kernel page for it than the largest that it names."""
+    from vllm.v1.attention.backend import MultipleOf
+    from vllm.v1.attention.backends.mla import sm120_kv_layout
+
+    config = engine_config()
+    [spec, *_] = [
+        c.spec for c in planner.planned_caches_module().planned_caches(config) if c.kind != "swa"
+    ]
+    for sizes, opted_in in (([64, 128], True), ([64, MultipleOf(128)], False)):
+        backend = SimpleNamespace(get_supported_kernel_block_sizes=lambda spec, s=sizes: s)
+        assert (sm120_kv_layout.with_kernel_pages(backend, spec) is not spec) == opted_in
 
 
 class TestEnvironment:
@@ -185,6 +218,12 @@ class TestConnectors:
         check.check_kv_connectors(multi("OffloadingConnector", "SimpleCPUOffloadConnector"))
         with pytest.raises(check.KVConnectorError, match="KV connector NixlConnector cannot"):
             check.check_kv_connectors(multi("OffloadingConnector", "NixlConnector"))
+
+    def test_a_child_of_ones_own_is_refused_whatever_its_name(self, check):
+        child = {"kv_connector": "OffloadingConnector", "kv_connector_module_path": "mine"}
+        config = self.config("MultiConnector", kv_connector_extra_config={"connectors": [child]})
+        with pytest.raises(check.KVConnectorError, match="OffloadingConnector"):
+            check.check_kv_connectors(config)
 
     def test_a_class_of_ones_own_is_refused_whatever_its_name(self, check):
         config = self.config("OffloadingConnector", kv_connector_module_path="mine")

@@ -29,7 +29,8 @@ def test_units(measure):
         "context_blocks_per_128_tokens": 1.0,
         "request_blocks": {"window": 21, "window_while_prefilling": 238, "ring": 1},
         "tokens": (1000 - 239) * 128,
-        # 64 + 21 + 1 blocks each, and 64 + 238 + 1 for the last while it is prefilled.
+        # 65 + 21 + 1 blocks each (one token is decoded), and 64 + 238 + 1 for the last
+        # while it is prefilled.
         "requests": {"8192": 9},
     }
 

@@ -30,7 +30,7 @@ def traces(*runs):
 
 
 def test_records_and_planted_faults():
-    """A short trace of each; the long ones are slow."""
+    """A short trace of each."""
     right, *wrong = traces({"steps": 24}, *({"steps": 10, "fault": f} for f in FAULTS))
     assert right["right"] > 5000 and right.get("wrong", 0) == right.get("outside", 0) == 0
     assert right["written by kernels"] > 50 and right["leaked blocks"] == 0

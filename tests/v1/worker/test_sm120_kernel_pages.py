@@ -48,6 +48,24 @@ def test_slots_in_kernel_pages():
     assert refreshed == [320, *first[1:]]  # a draft rewrote its slots in place
 
 
+@pytest.mark.parametrize("page, mapped", [(64, True), (128, False)])
+def test_a_page_that_is_its_block_needs_no_mapping(laid_out, page, mapped):
+    """Its page ids are block ids: vLLM has no kernel block for it, and no stride."""
+    from dataclasses import replace
+
+    from vllm.v1.worker.sm120_kernel_pages import KernelSlots
+
+    _, spec = laid_out
+    scheduler = SimpleNamespace(max_num_batched_tokens=8)
+    config = SimpleNamespace(scheduler_config=scheduler)
+    spec = replace(spec, kernel_page_tokens=page)
+    made = KernelSlots.make(spec, config, torch.device("cpu"), 1)
+    assert (made is not None) == mapped
+    if made:
+        with pytest.raises(AssertionError, match="not bound"):
+            made.map(torch.zeros(3, dtype=torch.int64), 0)
+
+
 @pytest.fixture
 def laid_out(platform):
     """A cache of three blocks of five units, as allocated: [3, 1, 128, 584]."""
@@ -115,4 +133,6 @@ def test_vllms_zeroer_clears_every_page(engine_config):
     # Ratio 1 is read and zeroed over two units.
     main = found.views["model.layers.20.attn"]
     assert cleared[main.data_ptr()] >= 46080 + 64 * 584
-    assert max(lengths) * 4 <= found.block_stride
+    for address, length in zip(addresses, lengths, strict=True):
+        place = address - main.untyped_storage().data_ptr()
+        assert place >= 0 and place + 4 * length <= found.block_stride

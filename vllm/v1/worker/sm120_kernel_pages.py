@@ -103,6 +103,8 @@ class KernelSlots:
         """One buffer for each microbatch, or None where slots need no mapping."""
         if not in_units(spec) or spec.tokens_per_state != 1:
             return None
+        if spec.kernel_page_tokens == spec.block_size:
+            return None  # one page a block: its page ids are the block ids
         return cls(
             spec,
             vllm_config.scheduler_config.max_num_batched_tokens,
@@ -137,6 +139,7 @@ class KernelSlots:
         out = self.mapped[microbatch]
         count, capacity = slot_mapping.numel(), out.numel()
         assert count <= capacity, f"{count} slots, buffers hold {capacity}"
+        assert block_stride > 0, "the caches are not bound yet"
         assert slot_mapping.is_contiguous()
         self.sources[microbatch] = slot_mapping
         _kernel_slots_kernel[(triton.cdiv(capacity, self._BLOCK),)](

@@ -14,6 +14,8 @@ import vllm.envs as envs
 from vllm.platforms import current_platform
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from vllm.config import CacheConfig
     from vllm.v1.attention.backend import MultipleOf
     from vllm.v1.kv_cache_interface import KVCacheSpec
@@ -30,11 +32,16 @@ CAPABILITY_FAMILIES = (120,)
 _MAX_TOKENS_PER_STATE = 2
 
 
-def _applies() -> bool:
-    return any(
-        current_platform.is_device_capability_family(family)
-        for family in CAPABILITY_FAMILIES
+def on_family(families: "Iterable[int]") -> bool:
+    """Whether this is an NVIDIA GPU of one of these capability families. ROCm's
+    platform answers with a capability, too: 12.0 for gfx1201."""
+    return not current_platform.is_rocm() and any(
+        current_platform.is_device_capability_family(family) for family in families
     )
+
+
+def _applies() -> bool:
+    return on_family(CAPABILITY_FAMILIES)
 
 
 def _in_units() -> bool:

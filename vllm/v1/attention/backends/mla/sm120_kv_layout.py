@@ -29,10 +29,10 @@ _ARCHITECTURE = "DeepseekV41ForCausalLM"
 
 # They copy whole blocks, whatever is in them: OffloadingConnector makes one region of a
 # packed block (offloading/worker.py, register_kv_caches), SimpleCPUOffloadConnector
-# copies base + block * stride (v1/simple_kv_offload/worker.py). Every other connector
-# of vLLM moves layers or pages by their specs' sizes, and would miss the pages that a
-# layer has in later units. NIXL, too: it splits blocks by the kernel block that it
-# finds for the ratio-1 caches (nixl/base_worker.py, _sync_block_size_with_kernel).
+# copies base + block * stride (v1/simple_kv_offload/worker.py). The others are not
+# known to: one that moves layers or pages by their specs' sizes would miss the pages
+# that a layer has in later units. NIXL splits blocks by the kernel block that it finds
+# for the ratio-1 caches (nixl/base_worker.py, _sync_block_size_with_kernel).
 WHOLE_BLOCK_CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 
 
@@ -43,9 +43,14 @@ class KVConnectorError(RuntimeError):
 
 def uses_kernel_page_units() -> bool:
     """Whether this device's V4.1 caches are laid out in units."""
-    return envs.VLLM_SM120_KV_LAYOUT == KERNEL_PAGE_UNITS and any(
-        current_platform.is_device_capability_family(family)
-        for family in CAPABILITY_FAMILIES
+    # As on_family in sm120_compressed_pages.py: this module applies without it.
+    return (
+        envs.VLLM_SM120_KV_LAYOUT == KERNEL_PAGE_UNITS
+        and not current_platform.is_rocm()
+        and any(
+            current_platform.is_device_capability_family(family)
+            for family in CAPABILITY_FAMILIES
+        )
     )
 
 
@@ -56,7 +61,9 @@ def with_kernel_pages(
     if not uses_kernel_page_units() or not isinstance(spec, MLAAttentionSpec):
         return spec
     sizes = backend.get_supported_kernel_block_sizes(spec)
-    fitting = [s for s in sizes if isinstance(s, int) and spec.block_size % s == 0]
+    if not all(isinstance(size, int) for size in sizes):
+        return spec  # vLLM may then choose another page than the largest named here
+    fitting = [size for size in sizes if spec.block_size % size == 0]
     if not fitting:  # vLLM refuses the block size itself
         return spec
     return replace(spec, kernel_page_tokens=max(fitting))
@@ -78,18 +85,22 @@ def check_kv_connectors(vllm_config: "VllmConfig") -> None:
         or not uses_kernel_page_units()
     ):
         return
-    names = [transfer.kv_connector]
+    used = [(transfer.kv_connector, transfer.kv_connector_module_path)]
     if transfer.kv_connector == "MultiConnector":
         children = (transfer.kv_connector_extra_config or {}).get("connectors", [])
-        names = [str(child.get("kv_connector")) for child in children]
+        used += [
+            (str(c.get("kv_connector")), c.get("kv_connector_module_path"))
+            for c in children
+        ]
+        if used[0][1] is None:
+            del used[0]  # vLLM's own only asks its children
     # A class from the user's own module may be called anything.
-    own = transfer.kv_connector_module_path is not None
-    refused = [name for name in names if own or name not in WHOLE_BLOCK_CONNECTORS]
+    refused = [name for name, own in used if own or name not in WHOLE_BLOCK_CONNECTORS]
     if refused:
         raise KVConnectorError(
             f"KV connector {', '.join(refused)} cannot be used with DeepSeek-V4.1's KV "
-            f"cache layout {KERNEL_PAGE_UNITS}: it does not copy whole blocks, and a "
-            "layer's pages are not side by side there. Use one of "
+            f"cache layout {KERNEL_PAGE_UNITS}: a layer's pages are not side by side "
+            "there, and it is not known to copy whole blocks. Use one of "
             f"{', '.join(WHOLE_BLOCK_CONNECTORS)}, or set "
             f"VLLM_SM120_KV_LAYOUT={SPEC_BLOCKS}, which takes 80 % more memory per "
             "token of context"

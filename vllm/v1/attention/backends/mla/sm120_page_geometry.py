@@ -53,6 +53,14 @@ def applies_to(vllm_config: "VllmConfig") -> bool:
     return (
         model_config is not None
         and _ARCHITECTURE in (model_config.architectures or ())
+        and _on_sm12x()
+    )
+
+
+def _on_sm12x() -> bool:
+    # ROCm's platform answers with a capability, too: 12.0 for gfx1201.
+    return (
+        not current_platform.is_rocm()
         and current_platform.is_device_capability_family(_SM12X_FAMILY)
     )
 
@@ -162,7 +170,7 @@ def checked_places(
 
     Args:
         views: ``{layer: cache}`` as kernels address it.
-        kv_caches: ``{layer: cache}`` by manager blocks, all of one block stride.
+        kv_caches: ``{layer: cache}`` by manager blocks.
         attn_groups: every group of the runner.
 
     Raises:
@@ -171,7 +179,7 @@ def checked_places(
     groups = list(attn_groups)
     if not (
         any(g.backend.__module__.startswith(_BACKEND_MODULES[0]) for g in groups)
-        and current_platform.is_device_capability_family(_SM12X_FAMILY)
+        and _on_sm12x()
     ):
         return views
     from vllm.models.deepseek_v41.nvidia.sm120_block_places import (
@@ -181,26 +189,38 @@ def checked_places(
     )
 
     places: dict[int, dict[str, Place]] = {}
-    strides: dict[int, int] = {}
+    strides: dict[int, str] = {}  # of blocks, in bytes, with a cache that has it
+    problems: list[tuple[str, str]] = []
     for group in groups:
         for name in group.layer_names:
             if name not in views or not group.backend.__module__.startswith(
                 _BACKEND_MODULES
             ):
                 continue
-            number = group.kv_cache_group_id
             by_block = kv_caches[name]
-            strides[number] = by_block.stride(0) * by_block.element_size()
+            stride = by_block.stride(0) * by_block.element_size()
+            strides.setdefault(stride, name)
             place = place_of(views[name], group.kv_cache_spec)
-            places.setdefault(number, {})[name] = place
-    _refuse(
-        (
-            (f"KV cache group {number}", problem)
-            for number, found in places.items()
-            for problem in place_problems(found, strides[number])
-        ),
-        "where the KV cache was allocated",
-    )
+            places.setdefault(group.kv_cache_group_id, {})[name] = place
+            # The ids that block tables and slots are mapped to.
+            ids = group.kernel_block_stride or 1
+            if place.stride * ids != stride:
+                problems.append(
+                    (
+                        name,
+                        f"blocks are {ids} page ids apart, pages {place.stride} B, "
+                        f"but blocks {stride} B",
+                    )
+                )
+    if len(strides) > 1:
+        shown = ", ".join(f"{name}: {stride} B" for stride, name in strides.items())
+        problems.append(("all KV cache groups", f"blocks of different sizes ({shown})"))
+    problems += [
+        (f"KV cache group {number}", problem)
+        for number, found in places.items()
+        for problem in place_problems(found, max(strides))
+    ]
+    _refuse(problems, "where the KV cache was allocated")
     return views
 
 
