@@ -23,12 +23,18 @@ _DATA_PARALLEL = frozenset(
         *("--data-parallel-multi-port-external-lb", "-dpm"),
     }
 )
+_SERVER = ("--host", "--port")
+_TLS = ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-ciphers",
+        "--enable-ssl-refresh")  # fmt: skip
 # Why no profile may say this in `extra`, whatever else it asks for.
 _NEVER = {
     **dict.fromkeys(_LAYOUT, "the layout is the launcher's: use kind 'parallel'"),
     **dict.fromkeys(
         _DATA_PARALLEL, "the gate does not count data-parallel GPUs: use a profile a replica"
     ),
+    **dict.fromkeys(_SERVER, "where the engine answers is asked there: use kind 'server'"),
+    "--uds": "a launch sees that the engine is up by TCP: use kind 'server'",
+    **dict.fromkeys(_TLS, "a launch sees that the engine is up by HTTP: end TLS before it"),
     "--model": "the model is the profile's: use key 'model'",
     "--config": "a file of arguments could contradict any request: name them here",
     "--api-key": "a secret in an argv is seen by all: pass_env VLLM_API_KEY",

@@ -6,13 +6,17 @@ from collections.abc import Sequence
 from sm120_launch import conflicts, images, keys, requests
 from sm120_launch.errors import LaunchError
 from sm120_launch.images import Row
-from sm120_launch.plan import LaunchPlan, Mount, RankPlan, SshTransport, Transport
+from sm120_launch.plan import LaunchPlan, RankPlan, SshTransport, Transport
 from sm120_launch.profile import Profile, RankSpec
 from sm120_launch.requests import Context, Modality, Server
 from sm120_launch.runtime import CACHE
 
 DEFAULT_PORT = 8000
 """Of vLLM's API server."""
+
+_ANY = (None, "0.0.0.0", "::")
+"""Hosts of the API server with which it answers on 127.0.0.1 too (vLLM's default is the
+first; Linux gives ``::`` both families)."""
 
 
 def plan(profile: Profile) -> LaunchPlan:
@@ -167,7 +171,7 @@ def _rank(
     context = Context(base, 0 if with_ray else number)
     argv = [profile.model, *requests.render(profile.requests, context)]
     server = requests.by_kind(profile.requests).get("server")
-    port = (server.port if isinstance(server, Server) else None) or DEFAULT_PORT
+    host, port = (server.host, server.port) if isinstance(server, Server) else (None, None)
     return RankPlan(
         rank=number,
         profile=profile.name,
@@ -186,7 +190,7 @@ def _rank(
         devices=spec.devices,
         checkpoint=spec.checkpoint or profile.model,
         model=profile.model,
-        mounts=tuple(Mount(**m.model_dump()) for m in spec.mounts),
+        mounts=spec.mounts,
         network=spec.network,
         gate_network=spec.gate_network,
         ipc=spec.ipc,
@@ -196,7 +200,8 @@ def _rank(
         gate_timeout_s=spec.gate_timeout_s,
         start_timeout_s=spec.start_timeout_s,
         staging=spec.staging,
-        ready_port=port if number == 0 else None,
+        ready_host="127.0.0.1" if host in _ANY else host,
+        ready_port=(port or DEFAULT_PORT) if number == 0 else None,
     )
 
 

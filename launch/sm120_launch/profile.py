@@ -14,18 +14,22 @@ from pydantic import Field, StringConstraints, ValidationError, field_validator,
 
 from sm120_launch import keys, requests
 from sm120_launch.errors import LaunchError
-from sm120_launch.plan import Mount, Strict, Transport
+from sm120_launch.plan import (
+    Absolute,
+    Command,
+    Device,
+    Mount,
+    Seconds,
+    Size,
+    Strict,
+    Transport,
+    Value,
+    Variable,
+)
 from sm120_launch.requests import AnyRequest, Parallel
 from sm120_launch.toml import explain, read_toml
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$", max_length=48)]
-# A comma would end a field of --mount; a colon one of PATH.
-Absolute = Annotated[str, StringConstraints(pattern=r"^/[^\x00-\x1f,:]*$")]
-Value = Annotated[str, StringConstraints(pattern=r"^[^\x00\n\r]*$")]
-Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-Device = Annotated[
-    str, StringConstraints(pattern=r"^(\d+|[a-z0-9.-]+\.[a-z]+/[a-z0-9]+=[\w:.-]+|/dev/[\w/.-]+)$")
-]
 
 _SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_KEY|ACCESS_KEY)S?$", re.I)
 _RESERVED = {
@@ -34,13 +38,6 @@ _RESERVED = {
     "SM120_LAUNCH": "the launcher finds its processes by it",
     "SM120_LAUNCH_RANK": "the launcher finds its processes by it",
 }
-
-
-class MountSpec(Mount):
-    """A further mount."""
-
-    source: Absolute
-    target: Absolute
 
 
 class RankSpec(Strict):
@@ -64,15 +61,15 @@ class RankSpec(Strict):
     env: dict[Variable, Value] = Field(default_factory=dict)
     pass_env: tuple[Variable, ...] = ()
     nccl: dict[Variable, Value] = Field(default_factory=dict)
-    mounts: tuple[MountSpec, ...] = ()
+    mounts: tuple[Mount, ...] = ()
     network: Literal["host", "none"] = "host"
     gate_network: Literal["host", "none"] = "none"
     ipc: Literal["host", "private"] = "private"
-    shm_size: Annotated[str, StringConstraints(pattern=r"^\d+[bkmg]?$")] | None = None
+    shm_size: Size | None = None
     memlock: int | None = Field(default=None, ge=-1)
-    gate_timeout_s: int = Field(default=900, gt=0, le=86400)
-    start_timeout_s: int = Field(default=3600, gt=0, le=86400)
-    staging: tuple[Annotated[tuple[str, ...], Field(min_length=1)], ...] = ()
+    gate_timeout_s: Seconds = 900
+    start_timeout_s: Seconds = 3600
+    staging: tuple[Command, ...] = ()
 
     @field_validator("devices", mode="before")
     @classmethod

@@ -87,7 +87,8 @@ def test_gate_and_engine_get_the_same_box(rank, engine):
     assert same[0] == same[1]
     assert tuple(gate[-len(ARGV) :]) == ARGV
     assert tuple(serve[-len(ARGV) :]) == ARGV
-    assert serve[-len(ARGV) - 1] == "serve" and option(serve, "--entrypoint") == ["vllm"]
+    assert tuple(serve[-len(ARGV) - 3 : -len(ARGV)]) == runtime.SERVE
+    assert option(serve, "--entrypoint") == ["python3"]
     assert "--rm" in gate and "--rm" not in serve and "--detach" in serve
 
 
@@ -157,11 +158,12 @@ sys.stdout.write("SELFTEST PASS")
 sys.exit(int(os.environ.get("EXIT", "0")))
 """
 SERVE = """\
-#!/bin/sh
-echo serving "$@"
-[ -z "$FAIL" ] || exit 3
-setsid sleep 600 &
-exec sleep 600
+import os, subprocess, sys
+print("serving by", sys.prefix, "in", os.listdir(), *sys.argv[1:], flush=True)
+if os.environ.get("FAIL"):
+    sys.exit(3)
+subprocess.Popen(["setsid", "sleep", "600"])
+os.execvp("sleep", ["sleep", "600"])
 """
 
 
@@ -175,10 +177,11 @@ def venv(tmp_path, monkeypatch):
     folder = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     site = next(folder.glob("lib/python*/site-packages"))
-    module = site.joinpath(*runtime.SELFTEST.split(".")).with_suffix(".py")
-    module.parent.mkdir(parents=True)
-    module.write_text(SELFTEST)
-    (folder / "bin/vllm").write_text(SERVE)
+    for name, text in ((runtime.SELFTEST, SELFTEST), (runtime.SERVE[1], SERVE)):
+        module = site.joinpath(*name.split(".")).with_suffix(".py")
+        module.parent.mkdir(parents=True)
+        module.write_text(text)
+    (folder / "bin/vllm").write_text("#!/bin/false\n")  # another environment's, say
     (folder / "bin/vllm").chmod(0o755)
     return str(folder)
 
@@ -259,13 +262,14 @@ def wait_for(command, wanted):
     raise AssertionError(run(command))
 
 
-def test_engine_in_a_venv(in_venv):
+def test_engine_in_a_venv(in_venv, venv):
     made, other = in_venv(), in_venv(rank=0)
     status = runtime.status_command(made, "l1", "engine")
     assert run(status) == (0, "absent\n")
     assert run(runtime.engine_command(made, "l1"))[0] == 0
     wait_for(status, "running\n")
-    wait_for(runtime.logs_command(made, "l1", "engine"), "serving serve " + " ".join(ARGV) + "\n")
+    said = f"serving by {venv} in ['{runtime.name(made, 'l1', 'engine')}.log'] serve "
+    wait_for(runtime.logs_command(made, "l1", "engine"), said + " ".join(ARGV) + "\n")
     # another rank, launch or profile is none of it
     for not_this in (
         runtime.stop_command(other, "l1", "engine"),
