@@ -6,7 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import zipfile
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -86,14 +88,37 @@ def test_no_row_says_the_command_that_builds_it(path, key, platform, engine):
         ("schema = 1\n[[images]]\n", "images: no such key"),
         ("schema = 1\n[[image]]\nname = 'x'\n", "image.0.runtime_key: missing"),
         ("schema = 1\n[[image]\n", "not TOML"),
+        ("schema = 1\n# größe", "not UTF-8"),
+        (f"schema = 1\nx = {'[' * 9999}", "nested"),
     ],
 )
 def test_a_wrong_file_is_refused_and_left(path, text, words):
-    path.write_text(text)
+    path.write_text(text, encoding="latin-1")
     for act in (lambda: images.load(path), lambda: images.append(path, row())):
         with pytest.raises(LaunchError, match=words):
             act()
-    assert path.read_text() == text
+    assert path.read_text(encoding="latin-1") == text
+
+
+def test_two_who_append_lose_no_row(path, monkeypatch):
+    """The second waits until the first, stopped between reading and writing, is done."""
+    reading, on, replace = threading.Event(), threading.Event(), os.replace
+
+    def slow(source, target):
+        if not reading.is_set():
+            reading.set()
+            on.wait(20)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", slow)
+    with ThreadPoolExecutor(2) as pool:
+        one = pool.submit(images.append, path, row())
+        assert reading.wait(20)
+        two = pool.submit(images.append, path, row(digest=NEWER))
+        assert not wait([two], 0.3).done
+        on.set()
+        one.result(20), two.result(20)
+    assert [r.digest for r in images.load(path)] == [DIGEST, NEWER]
 
 
 @pytest.mark.parametrize(
@@ -143,6 +168,19 @@ def test_record_takes_what_the_engine_says():
         assert (made.runtime_key, made.digest, made.platform) == (KEY, DIGEST, "linux/amd64")
         assert made.env == HELD
         assert made.name == reference.removesuffix(":tag")
+
+
+@pytest.mark.parametrize("reference", ["1" * 64, "sha256:" + "1" * 64, "1" * 12])
+def test_record_by_id_takes_the_image_s_name(reference):
+    """Nothing can be started from ``ID@digest``."""
+    tagged = inspected(RepoTags=["<none>:<none>", "localhost:5000/a/v:tag"])
+    made = images.record("podman", reference, "cmd", engine({reference: tagged}))
+    assert made.name == "localhost:5000/a/v"
+    bare = inspected(RepoTags=None, RepoDigests=None)
+    with pytest.raises(LaunchError, match=f"podman tag {reference} NAME"):
+        images.record("podman", reference, "cmd", engine({reference: bare}))
+    hexadecimal = inspected(RepoTags=["localhost/other:1", "cafe:1"])  # a name like an ID
+    assert images.record("podman", "cafe", "c", engine({"cafe": hexadecimal})).name == "cafe"
 
 
 def test_record_refuses_what_it_cannot_vouch_for():
@@ -246,7 +284,7 @@ def test_build_has_all_in_its_folder_and_no_network(wheel, path, tmp_path, monke
     key = made.recipe().runtime_key
     found = inspected(Config={"Labels": {"sm120.runtime_key": key, "sm120.revision": "r1"}})
     monkeypatch.setattr(images, "inspect", lambda *a: images.Inspected(
-        (DIGEST,), "linux/amd64", found["Config"]["Labels"], {}))  # fmt: skip
+        (DIGEST,), "linux/amd64", (), found["Config"]["Labels"], {}))  # fmt: skip
     added = made.run(path, stream)
     assert seen["files"] == [
         "Dockerfile",
