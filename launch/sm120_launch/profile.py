@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints, ValidationError, field_validator, model_validator
 
 from sm120_launch import keys, requests
+from sm120_launch.conflicts import has_login
 from sm120_launch.errors import LaunchError
 from sm120_launch.plan import (
     Absolute,
@@ -31,7 +32,10 @@ from sm120_launch.toml import explain, read_toml
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$", max_length=48)]
 
-_SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_KEY|ACCESS_KEY)S?$", re.I)
+_SECRET = re.compile(
+    r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|(API|ACCESS|PRIVATE|SECRET)_?KEY)S?$",
+    re.IGNORECASE,
+)
 _RESERVED = {
     "HOME": "the launcher sets it to the cache volume",
     "CUDA_VISIBLE_DEVICES": "name the GPUs under 'devices'",
@@ -87,6 +91,11 @@ class RankSpec(Strict):
                 raise ValueError(
                     f"{name} looks like a secret, and would be in command lines and receipts: "
                     "set it on the host, and list it under pass_env"
+                )
+            if has_login(env[name]):
+                raise ValueError(
+                    f"{name} has a URL with a login, which would be in command lines and "
+                    "receipts: set it on the host, and list it under pass_env"
                 )
         return env
 
@@ -146,8 +155,17 @@ class Profile(Strict):
     path: Path = Field(exclude=True)
 
     def beside(self, name: str) -> Path:
-        """A path that the profile names."""
-        return self.path.parent / Path(name).expanduser()
+        """A path that the profile names.
+
+        Raises:
+            LaunchError: it begins with ``~`` and the name of nobody.
+        """
+        try:
+            return self.path.parent / Path(name).expanduser()
+        except RuntimeError:
+            raise LaunchError(
+                f"{self.path}: {name}: no home folder", "a path", "Give it without '~'."
+            ) from None
 
     @property
     def parallel(self) -> Parallel:
@@ -163,6 +181,8 @@ def load(path: Path) -> Profile:
         LaunchError: a key is missing, unknown or wrong; names file, key and remedy.
     """
     found = read_toml(path)
+    if "path" in found:  # a field, but not a key
+        raise LaunchError(f"{path}:\n  path: no such key; remove it")
     defaults = found.pop("defaults", {})
     ranks = found.get("ranks")
     if not isinstance(defaults, dict) or "rank" in defaults:
