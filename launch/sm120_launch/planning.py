@@ -50,6 +50,26 @@ def plan(profile: Profile) -> LaunchPlan:
     )
 
 
+def to_stop(profile: Profile) -> LaunchPlan:
+    """Enough of a plan to end what runs: needs neither recipe nor images."""
+    ranks = (
+        to_end(number, profile.name, spec.host or _host(spec), transport, spec.runtime)
+        for number, spec in enumerate(_numbered(profile))
+        for transport in [_with_files(profile, spec.transport)]
+    )
+    return LaunchPlan.model_construct(
+        profile=profile.name, profile_key="", runtime_key="", base="", ranks=tuple(ranks)
+    )
+
+
+def to_end(number: int, profile: str, host: str, transport: Transport, runtime: str) -> RankPlan:
+    """Enough of a rank to ask for its processes and to end them."""
+    known = {"rank": number, "profile": profile, "host": host}
+    empty = {"runtime_key": "", "argv": (), "argv_sha256": "", "env": {}, "env_sha256": ""}
+    empty |= {"devices": (), "checkpoint": "", "model": ""}
+    return RankPlan.model_construct(**known, **empty, transport=transport, runtime=runtime)
+
+
 def _rows(profile: Profile, specs: Sequence[RankSpec], key: str) -> list[Row | None]:
     """Each rank's image; None for a virtual environment."""
     if all(spec.runtime == "venv" for spec in specs):
