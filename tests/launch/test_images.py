@@ -232,6 +232,7 @@ def small_wheel(path, **changes):
         "vllm/_version.py": f"__version__ = '{version}'\n".encode(),
         "vllm/sm120_recipe.json": recipe.document(built),
         "vllm/models/deepseek_v41/nvidia/sm120_decode_shape_selftest.py": b"",
+        "vllm/entrypoints/cli/main.py": b"",
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n".encode(),
         f"{info}/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         f"{info}/entry_points.txt": b"[console_scripts]\nvllm = vllm:main\n",
@@ -346,9 +347,21 @@ def installed(tmp_path, wheel):
     return python, next(folder.glob("lib/python*/site-packages"))
 
 
-def verify(python, key, tmp_path):
+@pytest.mark.parametrize("module", [runtime.SELFTEST, runtime.SERVE[1]])
+def test_verify_misses_what_gate_and_engine_run(installed, wheel, tmp_path, module):
+    python, site = installed
+    name = module.replace(".", "/") + ".py"
+    (site / name).unlink()
+    lines = (site / "vllm-0.33.0+sm120.1.dist-info/RECORD").read_text().splitlines(keepends=True)
+    kept = "".join(line for line in lines if not line.startswith(name))  # a wheel without it
+    (site / "vllm-0.33.0+sm120.1.dist-info/RECORD").write_text(kept)
+    code, said = verify(python, build(wheel).recipe().runtime_key, tmp_path)
+    assert code == 1 and f"{name}: missing" in said
+
+
+def verify(python, key, tmp_path, path=None):
     script = ROOT / "docker/verify_installed.py"
-    env = {**os.environ, "PATH": f"{Path(python).parent}:{os.environ['PATH']}"}
+    env = {**os.environ, "PATH": f"{Path(python).parent}:{path or os.environ['PATH']}"}
     command = [python, script, "--runtime-key", key, "--out", tmp_path / "verified.json"]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
@@ -375,8 +388,8 @@ def test_verify_installed(installed, wheel, tmp_path):
         (site / name).write_bytes(old)
     (site / "vllm/__init__.py").unlink()
     assert "vllm/__init__.py: missing" in verify(python, key, tmp_path)[1]
-    (python.parent / "vllm").unlink()
-    assert "vllm: not on PATH" in verify(python, key, tmp_path)[1]
+    code, said = verify(python, key, tmp_path, path=tmp_path)
+    assert code == 1 and "timeout: not on PATH" in said
     assert not (tmp_path / "verified.json").exists()
 
 
@@ -384,7 +397,6 @@ def test_verify_knows_the_tools_that_the_commands_call():
     spec = (ROOT / "docker/verify_installed.py").read_text()
     for tool in ("timeout", "mktemp", "head", "mkdir", "rm"):
         assert f'"{tool}"' in spec and tool in runtime._GATE
-    assert runtime.SELFTEST.replace(".", "/") + ".py" in spec
 
 
 # --- a real build, by podman
