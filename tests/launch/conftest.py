@@ -455,10 +455,10 @@ class World:
         receipts = ["--receipts", str(self.receipts), "--json"]
         return [str(self.control / "bin/sm120-launch"), kind, str(path), *receipts, *more]
 
-    def run(self, kind: str, plan: LaunchPlan) -> "subprocess.CompletedProcess[str]":
+    def run(self, kind: str, plan: LaunchPlan, *more: str) -> "subprocess.CompletedProcess[str]":
         """Runs the launcher to its end."""
         return subprocess.run(
-            self.command(kind, plan),
+            self.command(kind, plan, *more),
             env=self.hosts.environment,
             capture_output=True,
             text=True,
