@@ -295,7 +295,7 @@ import signal, subprocess, sys
 sys.path.append(sys.argv[1])
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 import setproctitle
-setproctitle.setproctitle("VLLM::Worker_TP0" + "x" * 4000)
+setproctitle.setproctitle(sys.argv[2] + "x" * 4000)
 print("titled", flush=True)
 signal.pause()
 """
@@ -303,6 +303,8 @@ signal.pause()
 
 def test_a_titled_worker_is_found(in_venv, venv):
     """setproctitle, which vLLM uses, writes over the environment that /proc shows."""
+    made = in_venv()
+    title = f"VLLM::Worker_{made.profile}"
     found = Path(pytest.importorskip("setproctitle").__file__)
     package = str(found.parent if found.name != "__init__.py" else found.parent.parent)
     site = next(Path(venv).glob("lib/python*/site-packages"))
@@ -310,17 +312,17 @@ def test_a_titled_worker_is_found(in_venv, venv):
     module = site.joinpath(*runtime.SERVE[1].split(".")).with_suffix(".py")
     module.write_text(
         "import subprocess, sys\n"
-        f"subprocess.Popen([sys.executable, '-m', 'titled', {package!r}], start_new_session=True)\n"
+        f"command = [sys.executable, '-m', 'titled', {package!r}, {title!r}]\n"
+        "subprocess.Popen(command, start_new_session=True)\n"
     )
-    made = in_venv()
     run(runtime.engine_command(made, "l1"))
     wait_for(runtime.logs_command(made, "l1", "engine"), "titled\n")
     status = runtime.status_command(made, "l1", "engine")
     assert run(status) == (0, "running\n")  # although the first process has ended
     assert run(runtime.engines_command(made))[1] == f"{runtime.name(made, 'l1', 'engine')}\n"
-    assert processes("VLLM::Worker_TP0") == 1
+    assert processes(title) == 1
     assert run(runtime.stop_command(made, "l1", "engine"))[0] == 0
-    assert processes("VLLM::Worker_TP0") == 0
+    assert processes(title) == 0
 
 
 def processes(title):
