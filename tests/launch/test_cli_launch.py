@@ -157,6 +157,16 @@ def test_stop_needs_neither_recipe_nor_images(command, plan, tmp_path, fake_host
     assert "stopped" in out
 
 
+def test_stop_tells_of_a_rank_that_has_moved(command, plan, tmp_path, fake_hosts):
+    command("launch", plan)
+    path = tmp_path / "profile.toml"
+    path.write_text(PROFILE)
+    code, out, err = command("stop", path)
+    assert (code, fake_hosts.running) == (0, set())
+    assert "rank 1 on host2: cleaning up" in err and "rank 1 on h2: cleaning up" in err
+    assert "host2" in out and "h2" in out
+
+
 def test_receipts_that_are_not_there(command):
     assert command("receipts") == (0, *command("receipts")[1:])
     assert json.loads(command("receipts", "--json")[1])["receipts"] == []
