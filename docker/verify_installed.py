@@ -5,8 +5,9 @@
 
 Every file of the wheel is there with the hash that RECORD gives, the recipe has the runtime
 key wanted and is what it says, foreign diffs are those of the recipe, there is one version,
-and what gate and engine call is on PATH. With a wheel that `python -m fork verify` passed,
-this says that the same bytes are installed. Exit 1 and a line a fault otherwise.
+what gate and engine run is there, and the tools that they call are on PATH. With a wheel
+that `python -m fork verify` passed, this says that the same bytes are installed. Exit 1 and
+a line a fault otherwise.
 """
 
 import argparse
@@ -20,8 +21,12 @@ from pathlib import Path
 
 RECIPE = "vllm/sm120_recipe.json"
 FOREIGN = "vllm/sm120_foreign"
-SELFTEST = "vllm/models/deepseek_v41/nvidia/sm120_decode_shape_selftest.py"
-TOOLS = ("python3", "vllm", "sh", "timeout", "mktemp", "head", "mkdir", "rm")
+CALLED = (
+    "vllm/models/deepseek_v41/nvidia/sm120_decode_shape_selftest.py",
+    "vllm/entrypoints/cli/main.py",
+)
+"""What they run: runtime.SELFTEST and runtime.SERVE."""
+TOOLS = ("python3", "sh", "timeout", "mktemp", "head", "mkdir", "rm")
 """What sm120_launch/runtime.py calls in a container."""
 
 
@@ -47,8 +52,7 @@ def faults(wanted):
     text = Path(found.locate_file("vllm/_version.py"))
     if not text.is_file() or f"'{found.version}'" not in text.read_text(encoding="utf-8"):
         wrong.append(f"vllm/_version.py does not say {found.version}")
-    if not Path(found.locate_file(SELFTEST)).is_file():
-        wrong.append(f"{SELFTEST}: missing")
+    wrong += [f"{f}: missing" for f in CALLED if not Path(found.locate_file(f)).is_file()]
     wrong += _recipe_faults(found, wanted)
     wrong += [f"{tool}: not on PATH" for tool in TOOLS if shutil.which(tool) is None]
     return wrong, {"version": found.version, "runtime_key": wanted, "files": checked}

@@ -28,8 +28,15 @@ from fork.tree import Overlay, Tree
 FOLDER = "vllm/sm120_foreign"
 """Where a patched tree carries the foreign members' diffs."""
 
-_RENAMED = re.compile(rb"^rename from (.+)$", re.MULTILINE)
-_COPIED = re.compile(rb"^copy from (.+)$", re.MULTILINE)
+# Lines of a file's header between `diff --git` and its first hunk (git-diff(1)): a commit
+# message may say anything, and stands before the first one or after a hunk.
+_HEADER = (
+    *(b"old mode ", b"new mode ", b"deleted file mode ", b"new file mode "),
+    *(b"copy from ", b"copy to ", b"rename from ", b"rename to "),
+    *(b"similarity index ", b"dissimilarity index ", b"index "),
+)
+_ESCAPE = re.compile(rb'\\([0-3][0-7]{2}|["\\abfnrtv])')
+_ESCAPED = dict(zip(b'"\\abfnrtv', b'"\\\a\b\f\n\r\t\v', strict=True))
 
 
 class DoesNotApply(Exception):
@@ -78,10 +85,10 @@ class Foreign:
                     "Make it with `git diff`."
                 ) from None
         found = [entry.split(b"\t", 2)[2] for entry in listing.split(b"\0") if entry]
-        found += _RENAMED.findall(self.data)
-        if copied := _COPIED.search(self.data):
+        found += _named(self.data, b"rename from ")
+        if copied := _named(self.data, b"copy from "):
             raise ForkError(
-                f"foreign member {self.name} copies {copied[1].decode(errors='replace')}, which "
+                f"foreign member {self.name} copies {copied[0].decode(errors='replace')}, which "
                 "git cannot undo. Make the diff without --find-copies."
             )
         paths = sorted({path.decode("utf-8", "surrogateescape") for path in found})
@@ -161,6 +168,28 @@ class Foreign:
             return tuple(str(error).splitlines())
         lost = [path for path in self.paths if undone[path] != tree.read(path)]
         return tuple(f"{path}: undoing the diff gives other bytes" for path in lost)
+
+
+def _named(diff: bytes, what: bytes) -> list[bytes]:
+    """The paths that headers of the diff give after ``what``."""
+    found, header = [], False
+    for line in diff.split(b"\n"):
+        header = line.startswith(b"diff --git ") or (header and line.startswith(_HEADER))
+        if header and line.startswith(what):
+            found.append(_unquoted(line.removeprefix(what).removesuffix(b"\r")))
+    return found
+
+
+def _unquoted(path: bytes) -> bytes:
+    """A path as git quotes it where it has bytes other than plain ASCII's."""
+    if not (len(path) > 1 and path.startswith(b'"') and path.endswith(b'"')):
+        return path
+
+    def byte(escape: "re.Match[bytes]") -> bytes:
+        said = escape[1]
+        return bytes([_ESCAPED[said[0]] if len(said) == 1 else int(said, 8)])
+
+    return _ESCAPE.sub(byte, path[1:-1])
 
 
 def _init(folder: Path) -> None:

@@ -19,12 +19,12 @@ class Board:
     """A context manager; ``told`` may be called from any thread."""
 
     def __init__(self, plan: LaunchPlan, console: Console, quiet: bool = False) -> None:
-        self._plan = plan
         self._console = console
         self._quiet = quiet
         self._lock = threading.Lock()
         self._begun = time.monotonic()
-        self._lines = {rank.rank: ("waiting", self._begun) for rank in plan.ranks}
+        # By number and host: stopping also reaches hosts that have left the plan.
+        self._lines = {(rank.rank, rank.host): ("waiting", self._begun) for rank in plan.ranks}
         self._live: Live | None = None
 
     def __enter__(self) -> "Board":
@@ -39,10 +39,10 @@ class Board:
 
     def told(self, rank: RankPlan, line: str) -> None:
         with self._lock:
-            before, _ = self._lines[rank.rank]
+            before, _ = self._lines.get((rank.rank, rank.host), ("", 0.0))
             if line == before:
                 return
-            self._lines[rank.rank] = (line, time.monotonic())
+            self._lines[rank.rank, rank.host] = (line, time.monotonic())
             # Without a terminal, an output's own lines would be too many.
             passing = line.startswith(("self-test: ", "staging: "))
             if self._live is None and not self._quiet and not passing:
@@ -57,10 +57,9 @@ class Board:
         table.add_column("for", justify="right")
         now = time.monotonic()
         with self._lock:
-            for rank in self._plan.ranks:
-                line, since = self._lines[rank.rank]
+            for (rank, host), (line, since) in self._lines.items():
                 colour = next((c for word, c in _COLOURS.items() if line.startswith(word)), None)
                 text = escape(line)
                 shown = f"[{colour}]{text}[/]" if colour else text
-                table.add_row(str(rank.rank), escape(rank.host), shown, f"{now - since:.0f} s")
+                table.add_row(str(rank), escape(host), shown, f"{now - since:.0f} s")
         return Group(table)

@@ -23,14 +23,17 @@ from sm120_launch.image_build import Build
 app = typer.Typer(
     name="sm120-launch",
     help="Starts vLLM for DeepSeek-V4.1 on SM12x hosts, once every rank's host, in the planned "
-    "image and with that rank's exact arguments, has passed the self-test.",
+    "image and with that rank's exact arguments, has passed the self-test.\n\n"
+    "A profile is a TOML file: docs/launching.md of the repository has its format and whole "
+    "ones; `plan` shows what it comes to.\n\n"
+    "Exit codes: 0 done, 1 the gate or a start said no, 2 bad input, or the environment lacks "
+    "something.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 image_app = typer.Typer(no_args_is_help=True, help="Produced images: build, record, check.")
 app.add_typer(image_app, name="image")
-cli_launch.register(app, lambda path: planning.plan(profiles.load(path)))
 out = Console(emoji=False)
 err = Console(stderr=True, emoji=False)
 
@@ -40,7 +43,11 @@ ImagesFile = Annotated[Path, typer.Option("--images", help="The images file.")]
 EngineName = Annotated[str, typer.Option("--engine", help="podman or docker.")]
 _IMAGES = Path("images.toml")
 
-cli_launch.register(app, lambda path: planning.plan(profiles.load(path)))
+cli_launch.register(
+    app,
+    lambda path: planning.plan(profiles.load(path)),
+    lambda path: planning.to_stop(profiles.load(path)),
+)
 
 
 @app.command("plan")

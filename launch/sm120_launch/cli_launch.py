@@ -53,8 +53,9 @@ _RESULTS = {
 }
 
 
-def register(app: typer.Typer, load: Load) -> None:
-    """Adds the commands to ``app``; ``load`` reads a profile."""
+def register(app: typer.Typer, load: Load, load_to_stop: Load) -> None:
+    """Adds the commands to ``app``. ``load`` reads a profile; ``load_to_stop`` only as much
+    of it as stopping needs."""
 
     def run(
         kind: Literal["gate", "launch", "stop"],
@@ -62,7 +63,7 @@ def register(app: typer.Typer, load: Load) -> None:
         receipts: Path | None,
         as_json: bool,
     ) -> None:
-        plan = _plan(profile, load)
+        plan = _plan(profile, load_to_stop if kind == "stop" else load)
         cancelled = threading.Event()
         folder = Folder(receipts or receipt.default_folder())
         with signals(cancelled), Board(plan, err) as board:
@@ -107,6 +108,8 @@ def register(app: typer.Typer, load: Load) -> None:
     ) -> None:
         """Ends and removes whatever any launch of this profile left running.
 
+        On the profile's ranks, and on those of its launches that receipts tell of; recipe
+        and images are not needed.
         Exit codes: 0 nothing of it is left, 1 some host could not be reached, 2 bad input.
         """
         run("stop", profile, receipts, as_json)
@@ -182,7 +185,12 @@ def _state(found: Receipt, folder: Folder, newest: str | None) -> str:
 
 
 def _list(folder: Folder, as_json: bool) -> None:
-    found = [folder.read(receipt_id) for receipt_id in folder.ids()]
+    found, damaged = [], {}
+    for receipt_id in folder.ids():
+        try:
+            found.append(folder.read(receipt_id))
+        except LaunchError as error:
+            damaged[receipt_id] = str(error)
     newest = {receipt.profile: receipt.id for receipt in found}
     states = {r.id: _state(r, folder, newest[r.profile]) for r in found}
     if as_json:
@@ -199,6 +207,7 @@ def _list(folder: Folder, as_json: bool) -> None:
             }
             for r in found
         ]
+        rows += [{"id": name, "state": "damaged", "why": why} for name, why in damaged.items()]
         typer.echo(json.dumps({"schema": receipt.SCHEMA, "receipts": rows}, indent=1))
         return
     table = Table()
@@ -214,6 +223,8 @@ def _list(folder: Folder, as_json: bool) -> None:
         elif state == "running":
             why = f"at stage {r.stage}, process {r.pid} on {r.control_host}"
         table.add_row(r.id, r.kind, escape(r.profile), f"[{colour}]{state}[/]", escape(why))
+    for name, why in damaged.items():
+        table.add_row(name, "", "", "[yellow]damaged[/]", escape(why))
     out.print(table)
 
 

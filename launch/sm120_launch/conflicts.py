@@ -23,12 +23,20 @@ _DATA_PARALLEL = frozenset(
         *("--data-parallel-multi-port-external-lb", "-dpm"),
     }
 )
-# Why no profile may say this in `extra`, whatever else it asks for.
+_SERVER = ("--host", "--port")
+_TLS = ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-ciphers",
+        "--enable-ssl-refresh")  # fmt: skip
+# Why no profile may say this in `extra`, whatever else it asks for. What an argument says
+# is not repeated: it may be a secret.
 _NEVER = {
     **dict.fromkeys(_LAYOUT, "the layout is the launcher's: use kind 'parallel'"),
     **dict.fromkeys(
         _DATA_PARALLEL, "the gate does not count data-parallel GPUs: use a profile a replica"
     ),
+    **dict.fromkeys(_SERVER, "where the engine answers is asked there: use kind 'server'"),
+    "--grpc": "a launch sees that the engine is up by HTTP: drop it",
+    "--uds": "a launch sees that the engine is up by TCP: use kind 'server'",
+    **dict.fromkeys(_TLS, "a launch sees that the engine is up by HTTP: end TLS before it"),
     "--model": "the model is the profile's: use key 'model'",
     "--config": "a file of arguments could contradict any request: name them here",
     "--api-key": "a secret in an argv is seen by all: pass_env VLLM_API_KEY",
@@ -75,12 +83,18 @@ def _extra_conflicts(extra: Extra, made: Mapping[str, Request]) -> Iterator[str]
     if not first.startswith("-"):
         yield f"extra begins with {first!r}, which vLLM would take for a second model: drop it"
     for argument in extra.arguments:
+        if has_login(argument):
+            yield (
+                f"extra holds {flag_of(argument) or 'an argument'} with a URL that has a login: "
+                "an argv is seen by all, so drop that part"
+            )
         if argument == "--":
             yield "extra holds '--', after which vLLM reads no arguments: drop it"
         elif never := _meant(argument, _NEVER):
-            yield f"extra holds {argument}: {_NEVER[never]}"
+            yield f"extra holds {flag_of(argument)}: {_NEVER[never]}"
         elif owned := _meant(argument, owner):
-            yield f"extra holds {argument}, which is request {owner[owned]}'s: ask for it there"
+            kind, flag = owner[owned], flag_of(argument)
+            yield f"extra holds {flag}, which is request {kind}'s: ask for it there"
 
 
 def _meant(argument: str, flags: Iterable[str]) -> str | None:
@@ -92,6 +106,11 @@ def _meant(argument: str, flags: Iterable[str]) -> str | None:
         if known.startswith(flag) or (glued and not flag.startswith("--")):
             return known
     return None
+
+
+def has_login(text: str) -> bool:
+    """Whether a URL in it has a user's name or password: ``http://user:secret@host``."""
+    return re.search(r"://[^/?#\s]*@", text) is not None
 
 
 def flag_of(argument: str) -> str:

@@ -2,7 +2,8 @@
 """Starts every rank's engine at once and watches until all are up, or one is not.
 
 A rank is up when its /health answers; a headless rank when it still runs once the others
-are up. A rank that ends, or is late, is a failure of all.
+are up. Somebody else may answer in the place of an engine that is about to end, so all are
+looked at once more. A rank that ends, or is late, is a failure of all.
 """
 
 import threading
@@ -10,10 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from sm120_launch import runtime, transport
+from sm120_launch import runtime
 from sm120_launch.plan import RankPlan
 from sm120_launch.process import Outcome
 from sm120_launch.report import last_line, one_line, why
+from sm120_launch.transport import Call
 
 # Seconds between two looks at the ranks.
 _LOOK_S = 1.0
@@ -32,6 +34,7 @@ def start(
     ranks: Sequence[RankPlan],
     launch_id: str,
     *,
+    call: Call,
     cancelled: threading.Event,
     told: Told,
     ran: Ran,
@@ -40,6 +43,7 @@ def start(
     raises: ``stop`` ends it.
 
     Args:
+        call: runs a command on a host, as transport.run does.
         cancelled: gives up when set.
         told: hears what a rank is at.
         ran: gets the outcome of every command that decided something.
@@ -52,21 +56,21 @@ def start(
         told(rank, "starting")
         command = runtime.engine_command(rank, launch_id)
         # Not cancelled halfway: what is begun must be there to be ended.
-        outcome = transport.run(rank.transport, command)
+        outcome = call(rank.transport, command)
         ran(rank, "start", outcome)
         return outcome
 
     def look(rank: RankPlan) -> tuple[Outcome, bool]:
         """How the rank is, and whether its /health answers."""
-        status = transport.run(rank.transport, runtime.status_command(rank, launch_id, "engine"))
+        status = call(rank.transport, runtime.status_command(rank, launch_id, "engine"))
         command = runtime.ready_command(rank, launch_id)
         if command is None or not _runs(status):
             return status, False
-        return status, transport.run(rank.transport, command).ok
+        return status, call(rank.transport, command).ok
 
     def fail(rank: RankPlan, what: str) -> StartFailed:
         command = runtime.logs_command(rank, launch_id, "engine")
-        logs = transport.run(rank.transport, command)
+        logs = call(rank.transport, command)
         ran(rank, "logs", logs)
         said = last_line(logs.stderr) or last_line(logs.stdout)
         end = f" ({said})" if said and logs.ok else ""
@@ -79,6 +83,7 @@ def start(
             if not outcome.ok:
                 what = f"did not start: {why(outcome)}"
                 raise StartFailed(one_line(f"rank {rank.rank} on {rank.host} {what}"))
+        settled = False
         while True:
             waiting = False
             for rank, (status, up) in zip(ranks, pool.map(look, ranks), strict=True):
@@ -91,8 +96,9 @@ def start(
                 if not up and (rank.ready_port is not None or not status.ok):
                     waiting = True
                 told(rank, "up" if up else "running")
-            if not waiting:
+            if settled and not waiting:
                 return
+            settled = not waiting
             late = [r for r in ranks if time.monotonic() - begun > r.start_timeout_s]
             if late:
                 raise fail(late[0], f"was not up within {late[0].start_timeout_s} s")

@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
-from sm120_launch import keys, runtime, transport
+from sm120_launch import keys, runtime
 from sm120_launch.errors import LaunchError
 from sm120_launch.plan import LaunchPlan, RankPlan
 from sm120_launch.process import Outcome
 from sm120_launch.report import Verdict, judge, last_line, one_line, why
+from sm120_launch.transport import Call
 
 # What the transport waits longer than the gate's own limit, in seconds: a container's start
 # and end. The limit inside comes first and says more.
@@ -31,6 +32,21 @@ Told = Callable[[str], None]
 Ran = Callable[[str, Outcome], None]
 
 
+def check_names(plan: LaunchPlan) -> None:
+    """What names of files and containers are made of.
+
+    Raises:
+        LaunchError: the profile's name is none, or a rank is another profile's.
+    """
+    if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", plan.profile):
+        raise LaunchError(
+            f"profile name {plan.profile!r}", "letters a-z, digits and single dashes", "Rename it"
+        )
+    for rank in plan.ranks:
+        if rank.profile != plan.profile:
+            raise _edited(f"rank {rank.rank} is of profile {rank.profile}, not {plan.profile}")
+
+
 def check(plan: LaunchPlan) -> None:
     """Two ranks that are one: the gate would answer for a rank that nobody asked.
 
@@ -38,10 +54,7 @@ def check(plan: LaunchPlan) -> None:
         LaunchError: a number or an engine's argv is there twice, there is no rank, or the
             plan was edited.
     """
-    if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", plan.profile):
-        raise LaunchError(
-            f"profile name {plan.profile!r}", "letters a-z, digits and single dashes", "Rename it"
-        )
+    check_names(plan)
     if not plan.ranks:
         raise LaunchError(f"profile {plan.profile} has no rank", "at least one")
     number, count = Counter(rank.rank for rank in plan.ranks).most_common(1)[0]
@@ -53,18 +66,12 @@ def check(plan: LaunchPlan) -> None:
         )
     engines: dict[str, int] = {}
     for rank in plan.ranks:
-        if rank.profile != plan.profile:
-            raise LaunchError(
-                f"rank {rank.rank} is of profile {rank.profile}, in a plan of {plan.profile}",
-                "a plan as it was made",
-                "Make it again: sm120-launch plan PROFILE --json",
-            )
         if keys.argv_sha256(rank.argv) != rank.argv_sha256:
-            raise LaunchError(
-                f"rank {rank.rank}'s argv_sha256 is not its argv's",
-                "a plan as it was made",
-                "Make it again: sm120-launch plan PROFILE --json",
-            )
+            raise _edited(f"rank {rank.rank}'s argv_sha256 is not its argv's")
+        if rank.runtime_key != plan.runtime_key:
+            raise _edited(f"rank {rank.rank}'s runtime_key is not the plan's")
+        if rank.argv[:1] != (rank.model,):
+            raise _edited(f"rank {rank.rank}'s argv does not begin with its model, {rank.model}")
         if not rank.starts_engine:
             continue
         if (other := engines.setdefault(rank.argv_sha256, rank.rank)) != rank.rank:
@@ -75,23 +82,39 @@ def check(plan: LaunchPlan) -> None:
             )
 
 
+def _edited(found: str) -> LaunchError:
+    remedy = "Make it again: sm120-launch plan PROFILE --json"
+    return LaunchError(found, "a plan as it was made", remedy)
+
+
 def run(
     rank: RankPlan,
     launch_id: str,
     *,
+    call: Call,
     cancelled: threading.Event,
     told: Told = lambda line: None,
+    warned: Told = lambda line: None,
     ran: Ran = lambda purpose, outcome: None,
 ) -> Verdict:
     """The gate of one rank. Raises nothing.
 
     Args:
+        call: runs a command on a host, as transport.run does.
         cancelled: gives up when set.
+        warned: hears what does not stop a launch.
         told: hears what the rank is at, in one line.
         ran: gets every command's outcome.
     """
+    if (command := runtime.linger_command(rank)) is not None:
+        said = call(rank.transport, command, cancelled=cancelled)
+        ran("linger", said)
+        if said.exit_code == 1:
+            return Verdict(label="NO ANSWER", reason=last_line(said.stdout))
+        if said.ok and (line := last_line(said.stdout)):
+            warned(line)
     told("image")
-    found = transport.run(rank.transport, runtime.inspect_image_command(rank), cancelled=cancelled)
+    found = call(rank.transport, runtime.inspect_image_command(rank), cancelled=cancelled)
     ran("image", found)
     if not found.ok:
         return Verdict(label="NO ANSWER", reason=_no_image(rank, found))
@@ -99,12 +122,12 @@ def run(
         reason = f"the host has the image for {said}, planned is {rank.image.platform}"
         return Verdict(label="NO ANSWER", reason=reason)
     if (command := runtime.cache_command(rank)) is not None:
-        made = transport.run(rank.transport, command, cancelled=cancelled)
+        made = call(rank.transport, command, cancelled=cancelled)
         ran("cache volume", made)
         if not made.ok:
             return Verdict(label="NO ANSWER", reason=f"no cache volume: {why(made)}")
     told("self-test")
-    outcome = transport.run(
+    outcome = call(
         rank.transport,
         runtime.gate_command(rank, launch_id),
         timeout_s=rank.gate_timeout_s + _GRACE_S,
@@ -120,7 +143,7 @@ def run(
         ran("gate", replace(outcome, stdout=own))
     if outcome.problem or outcome.exit_code not in (0, 1, 2):
         told("ending the self-test")
-        stopped = transport.run(rank.transport, runtime.stop_command(rank, launch_id, "gate"))
+        stopped = call(rank.transport, runtime.stop_command(rank, launch_id, "gate"))
         ran("stop gate", stopped)
         if not stopped.ok:
             verdict.reason += "; it could not be ended and may still run there"

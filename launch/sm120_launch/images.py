@@ -14,13 +14,15 @@ key, platform and engine the last row counts. Digests are what the engine itself
     command = "sm120-launch image build …"
 """
 
+import contextlib
+import fcntl
 import json
 import os
 import re
 import subprocess
 import tempfile
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -36,6 +38,9 @@ from sm120_launch.toml import explain, read_toml
 Engine = Literal["podman", "docker"]
 Key = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Line = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]+$")]
+
+# An image's ID, whole or its beginning.
+_ID = re.compile(r"(sha256:)?[0-9a-f]+")
 
 LABEL_KEY = "sm120.runtime_key"
 LABEL_REVISION = "sm120.revision"
@@ -129,6 +134,25 @@ def append(path: Path, row: Row) -> None:
     Raises:
         LaunchError: the file there is not right.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(path.parent):
+        _append(path, row)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Nobody else appends here: between reading and writing, a row would be lost."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # file systems without locks (NFS: not on folders)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _append(path: Path, row: Row) -> None:
+    load(path)  # refuses what is not right, before anything else
     old = path.read_text(encoding="utf-8") if path.exists() else "schema = 1\n"
     lines = ["", "[[image]]"]
     for name, value in row.model_dump(exclude={"env"}).items():
@@ -137,12 +161,8 @@ def append(path: Path, row: Row) -> None:
         inner = ", ".join(f"{k} = {_quoted(v)}" for k, v in sorted(row.env.items()))
         lines.append(f"env = {{ {inner} }}")
     text = old + ("" if old.endswith("\n") else "\n") + "\n".join(lines) + "\n"
-    try:
-        rows = _parse(path, tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
-        raise LaunchError(f"{path}: not TOML: {error}", "", "Mend it by hand.") from None
+    rows = _parse(path, tomllib.loads(text))
     assert rows[-1] == row, "a row reads back as it was written"
-    path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
         try:
             file.write(text)
@@ -167,12 +187,14 @@ class Inspected:
         digests: of its manifest, by which it can be started. Docker's older image store
             gives none to an image that was never pushed or pulled.
         platform: ``linux/amd64`` or ``linux/arm64``.
+        names: of the image on this host, without tag or digest.
         labels: the image's.
         env: the image's own environment.
     """
 
     digests: tuple[str, ...]
     platform: str
+    names: tuple[str, ...]
     labels: dict[str, str]
     env: dict[str, str]
 
@@ -201,12 +223,14 @@ def inspect(engine: Engine, reference: str, run: Run = _run) -> Inspected | None
     try:
         found = json.loads(done.stdout)[0]
         config = found.get("Config") or {}
+        named = [*(found.get("RepoTags") or []), *(found.get("RepoDigests") or [])]
         digests = [d.rsplit("@", 1)[1] for d in found.get("RepoDigests") or [] if "@" in d]
         if engine == "podman":
             digests = [found["Digest"], *digests]
         return Inspected(
             tuple(dict.fromkeys(digests)),
             f"{found['Os']}/{found['Architecture']}",
+            tuple(dict.fromkeys(bare_name(n) for n in named if "<none>" not in n)),
             dict(config.get("Labels") or {}),
             dict(entry.split("=", 1) for entry in config.get("Env") or [] if "=" in entry),
         )
@@ -234,6 +258,15 @@ def record(engine: Engine, reference: str, command: str, run: Run = _run) -> Row
             "Push it to a registry and `sm120-launch image record` it, use docker's containerd "
             "image store, or use podman.",
         )
+    name = bare_name(reference)
+    if name not in found.names and _ID.fullmatch(reference):
+        if not found.names:
+            raise LaunchError(
+                f"{engine} has image {reference} without a name",
+                "a name that containers can be started by",
+                f"{engine} tag {reference} NAME",
+            )
+        name = found.names[0]
     key = found.labels.get(LABEL_KEY, "")
     if not re.fullmatch("[0-9a-f]{64}", key):
         raise LaunchError(
@@ -245,7 +278,7 @@ def record(engine: Engine, reference: str, command: str, run: Run = _run) -> Row
         "runtime_key": key,
         "platform": found.platform,
         "engine": engine,
-        "name": bare_name(reference),
+        "name": name,
         "digest": found.digests[0],
         "made": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "command": command,

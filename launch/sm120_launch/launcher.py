@@ -11,13 +11,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from typing import Literal, TypeVar
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
 
-from sm120_launch import engine, gate, receipt, runtime, transport
+from sm120_launch import cluster, engine, gate, planning, receipt, runtime, transport
 from sm120_launch.errors import LaunchError
-from sm120_launch.plan import LaunchPlan, LocalTransport, RankPlan
+from sm120_launch.plan import LaunchPlan, LocalTransport, RankPlan, Transport
 from sm120_launch.process import Outcome
 from sm120_launch.receipt import Command, Folder, RankRecord, Receipt, Result, Stage
+from sm120_launch.report import one_line, plain
 from sm120_launch.report import why as why_not
 
 T = TypeVar("T")
@@ -56,8 +58,9 @@ class Launch:
         cancelled: threading.Event | None = None,
         told: Callable[[RankPlan, str], None] = lambda rank, line: None,
     ) -> None:
-        gate.check(plan)
+        (gate.check_names if kind == "stop" else gate.check)(plan)
         self.plan = plan
+        self._former: list[RankPlan] = []
         self.folder = folder
         self.cancelled = cancelled or threading.Event()
         self._tell = told
@@ -89,13 +92,20 @@ class Launch:
                 runs, no receipt can be written), or the receipt could not be completed.
         """
         with self.folder.lock(self.plan.profile):
-            before = self.folder.of(self.plan.profile)
-            if self.receipt.kind == "launch":
-                self._refuse_running(receipt.running(before))
+            before, damaged = self.folder.of(self.plan.profile)
+            if damaged and self.receipt.kind == "launch":
+                raise damaged[0]
+            self.receipt.warnings += map(str, damaged)
             left = receipt.interrupted(before)
             self.receipt.interrupted = [found.id for found in left]
-            self.folder.create(self.receipt)
+            if self.receipt.kind != "gate":
+                left = receipt.not_cleaned(before)
+                self._add_former(left)
+            silent = self._refuse_running(before) if self.receipt.kind == "launch" else ""
+            self._save(self.folder.create)
             try:
+                if silent:
+                    raise Stop("refused", silent)
                 result, why = self._run(left), ""
             except Stop as stop:
                 result, why = stop.result, stop.why
@@ -115,11 +125,14 @@ class Launch:
         if self.receipt.kind == "stop":
             return "stopped"
         self._stage("gate")
+        self._check_cluster()
         self._gate()
         if self.receipt.kind == "gate":
             return "passed"
         self._stage("stage")
         self._run_staging()
+        self._check_cluster()
+        self._check_ports()
         self._stage("start")
         self._start()
         return "started"
@@ -128,16 +141,16 @@ class Launch:
         if self.cancelled.is_set():
             raise Stop("cancelled", f"before {stage}")
         self.receipt.stage = stage
-        self.folder.update(self.receipt)
+        self._save(self.folder.update)
 
     def _end(self, result: Result, why: str) -> None:
         if self.cancelled.is_set() and result in ("refused", "failed"):
             result, why = "cancelled", why or "by a signal"
         self.receipt.result = result
-        self.receipt.why = self._hide(why)
+        self.receipt.why = why
         self.receipt.ended = receipt.now()
         try:
-            self.folder.update(self.receipt)
+            self._save(self.folder.update)
         except LaunchError as error:
             if result == "started":
                 self._stop_engines()
@@ -146,21 +159,53 @@ class Launch:
                 ) from None
             raise
 
-    def _refuse_running(self, last: Receipt | None) -> None:
-        """Refuses while the profile's engine runs."""
-        if last is None:
-            return
+    def _save(self, write: Callable[[Receipt], None]) -> None:
+        """Everything that is written goes through here, and no secret gets past it."""
+        self.receipt = receipt.changed(self.receipt, self._hide)
+        write(self.receipt)
 
-        def runs(rank: RankPlan) -> bool:
-            command = runtime.status_command(rank, last.id, "engine")
-            return transport.run(rank.transport, command).stdout.strip() == b"running"
-
-        if any(self._on_all(runs, self._engines())):
-            raise LaunchError(
-                f"profile {self.plan.profile} runs already, since launch {last.id}",
-                "no engine of this profile",
-                "sm120-launch stop PROFILE ends it",
+    def _add_former(self, left: list[Receipt]) -> None:
+        """Ranks that an earlier launch had where this plan has none: they are asked, and
+        cleaned, where the receipt says how to reach them."""
+        have = {_place(record) for record in self.receipt.ranks}
+        for record in (record for found in left for record in found.ranks):
+            if record.transport is None or _place(record) in have:
+                continue
+            have.add(_place(record))
+            rank = planning.to_end(
+                record.rank, self.plan.profile, record.host, record.transport, record.runtime
             )
+            self._former.append(rank)
+            self.receipt.ranks.append(_record(rank))
+
+    def _refuse_running(self, before: list[Receipt]) -> str:
+        """Refuses while an engine of the profile runs, whoever started it: receipts may be
+        elsewhere, so the hosts are asked. Not those of launches that are known to have
+        ended otherwise: cleaning up removes these. Returns who of the plan did not answer.
+        """
+        ended = {found.id for found in before if found.result != "started"}
+
+        def ask(rank: RankPlan) -> Outcome:
+            return self._call(rank.transport, runtime.engines_command(rank))
+
+        silent = ""
+        ranks = [*self.plan.ranks, *self._former]
+        for rank, outcome in zip(ranks, self._on_all(ask, ranks), strict=True):
+            for name in plain(outcome.stdout).split():
+                launched = (name.split(".") + [name] * 3)[2]  # runtime.name
+                if launched not in ended:
+                    raise LaunchError(
+                        f"profile {self.plan.profile} runs already, since launch "
+                        f"{one_line(launched)}: rank {rank.rank} on {rank.host}",
+                        "no engine of this profile",
+                        "sm120-launch stop PROFILE ends it",
+                    )
+            if not outcome.ok and rank not in self._former:
+                silent = silent or (
+                    f"rank {rank.rank} on {rank.host} does not say whether its engine runs: "
+                    f"{why_not(outcome)}"
+                )
+        return silent
 
     def _clean(self, left: list[Receipt]) -> None:
         """Removes what earlier launches left; a gate alone touches no engine."""
@@ -171,25 +216,51 @@ class Launch:
             if self.receipt.kind == "gate":
                 commands = [runtime.stop_command(rank, found.id, "gate") for found in left]
             for command in commands:
-                outcome = transport.run(rank.transport, command, cancelled=self.cancelled)
+                outcome = self._call(rank.transport, command, cancelled=self.cancelled)
                 if not outcome.ok:
                     self._ran(rank, "clean", outcome)
                     return f"rank {rank.rank} on {rank.host}: {why_not(outcome)}"
             return ""
 
-        failed = [why for why in self._on_all(clean, self.plan.ranks) if why]
-        if failed:
-            raise Stop("refused", f"what earlier launches left cannot be removed: {failed[0]}")
-        if self.receipt.kind == "gate":
-            left = [found for found in left if found.stage != "start"]
-        self.receipt.cleaned = [found.id for found in left]
-        here = {(record.rank, record.where) for record in self.receipt.ranks}
+        ranks = [*self.plan.ranks, *self._former]
+        failed = dict(
+            zip(map(_place, map(_record, ranks)), self._on_all(clean, ranks), strict=True)
+        )
+        # A host that left the profile may be no more: that must not stop a launch.
+        needed = ranks if self.receipt.kind == "stop" else self.plan.ranks
+        if whys := [why for rank in needed if (why := failed[_place(_record(rank))])]:
+            raise Stop("refused", f"what earlier launches left cannot be removed: {whys[0]}")
         for found in left:
-            for gone in {(record.rank, record.where) for record in found.ranks} - here:
-                self.receipt.warnings.append(
-                    f"{found.id} was interrupted and had rank {gone[0]} on {gone[1]}, which is not "
-                    "in this plan: look there"
-                )
+            gone = [record for record in found.ranks if failed.get(_place(record), "unknown")]
+            self.receipt.warnings += (
+                f"{found.id} had rank {record.rank} on {record.where}, which is not in this plan "
+                "and was not cleaned: look there, and if that host is no more, move the receipt "
+                f"out of {self.folder.path}"
+                for record in gone
+            )
+            if not gone and (self.receipt.kind != "gate" or found.stage != "start"):
+                self.receipt.cleaned.append(found.id)
+
+    def _check_cluster(self) -> None:
+        """Ray places the engine's workers by itself: only where every GPU node is a rank, and
+        its raylet as the rank is planned, does a gate speak for them."""
+        with_ray = [rank for rank in self.plan.ranks if rank.transport.kind == "ray"]
+        if with_ray and (wrong := cluster.differences(with_ray)):
+            raise Stop("refused", f"the Ray cluster is not the planned one: {'; '.join(wrong)}")
+
+    def _check_ports(self) -> None:
+        """Refuses where somebody else would answer in the engine's place."""
+
+        def check(rank: RankPlan) -> str:
+            command = runtime.port_command(rank, self.id)
+            if command is None:
+                return ""
+            outcome = self._call(rank.transport, command, cancelled=self.cancelled)
+            self._ran(rank, "port", outcome)
+            return "" if outcome.ok else f"rank {rank.rank} on {rank.host}: {why_not(outcome)}"
+
+        if whys := [why for why in self._on_all(check, self._engines()) if why]:
+            raise Stop("refused", f"the engine's port is not free: {whys[0]}")
 
     def _gate(self) -> None:
         def one(rank: RankPlan) -> bool:
@@ -197,12 +268,14 @@ class Launch:
             verdict = gate.run(
                 rank,
                 self.id,
+                call=self._call,
                 cancelled=self.cancelled,
                 told=lambda line: self._told(rank, line),
+                warned=lambda line: self._warn(rank, line),
                 ran=lambda purpose, outcome: self._ran(rank, purpose, outcome),
             )
             record = self._record_of(rank)
-            record.verdict, record.reason = verdict.label, self._hide(verdict.reason)
+            record.verdict, record.reason = verdict.label, verdict.reason
             record.gates = [receipt.kept(name) for name in verdict.gates]
             record.report = receipt.kept(verdict.report)
             record.gate_seconds = round(time.monotonic() - begun, 3)
@@ -219,7 +292,7 @@ class Launch:
         def stage(rank: RankPlan) -> str:
             for command in rank.staging:
                 self._told(rank, "staging")
-                outcome = transport.run(
+                outcome = self._call(
                     rank.transport,
                     command,
                     timeout_s=rank.start_timeout_s,
@@ -241,6 +314,7 @@ class Launch:
             engine.start(
                 engines,
                 self.id,
+                call=self._call,
                 cancelled=self.cancelled,
                 told=self._told,
                 ran=self._ran,
@@ -261,7 +335,7 @@ class Launch:
             if any(c.purpose == "start" and c.problem for c in record.commands):
                 time.sleep(_IN_FLIGHT_S)
             command = runtime.stop_command(rank, self.id, "engine")
-            outcome = transport.run(rank.transport, command)
+            outcome = self._call(rank.transport, command)
             self._ran(rank, "stop", outcome)
             record.engine = "stopped" if outcome.ok else f"may still run: {why_not(outcome)}"
             self._told(rank, record.engine)
@@ -281,20 +355,38 @@ class Launch:
             return [future.result() for future in running]
 
     def _record_of(self, rank: RankPlan) -> RankRecord:
-        return self.receipt.ranks[self.plan.ranks.index(rank)]
+        place = _place(_record(rank))
+        return next(found for found in self.receipt.ranks if _place(found) == place)
+
+    def _call(self, where: Transport, argv: Sequence[str], **more: Any) -> Outcome:
+        """``transport.run``; secrets are hidden before anything of an output is cut off."""
+        if heard := more.get("on_line"):
+            more["on_line"] = lambda line: heard(self._hide(line))
+        done = transport.run(where, argv, **more)
+        streams = {"stdout": done.stdout, "stderr": done.stderr}
+        for name, value in self._secrets.items():
+            streams = {
+                stream: data.replace(os.fsencode(value), f"[{name}]".encode())
+                for stream, data in streams.items()
+            }
+        return replace(done, detail=self._hide(done.detail), **streams)
 
     def _told(self, rank: RankPlan, line: str) -> None:
         self._tell(rank, self._hide(line))
+
+    def _warn(self, rank: RankPlan, line: str) -> None:
+        with self._lock:
+            self.receipt.warnings.append(f"rank {rank.rank} on {rank.host}: {line}")
 
     def _ran(self, rank: RankPlan, purpose: str, outcome: Outcome) -> None:
         record = Command(
             purpose=purpose,
             exit_code=outcome.exit_code,
             problem=outcome.problem,
-            detail=self._hide(receipt.bounded(outcome.detail)),
+            detail=receipt.bounded(outcome.detail),
             seconds=round(outcome.seconds, 3),
-            stdout=self._hide(receipt.bounded(outcome.stdout)),
-            stderr=self._hide(receipt.bounded(outcome.stderr)),
+            stdout=receipt.bounded(outcome.stdout),
+            stderr=receipt.bounded(outcome.stderr),
         )
         with self._lock:
             self._record_of(rank).commands.append(record)
@@ -305,11 +397,17 @@ class Launch:
         return text
 
 
+def _place(record: RankRecord) -> tuple[int, str, str]:
+    """What tells one rank of a profile from another: cleaning up goes by it."""
+    return record.rank, record.where, record.runtime
+
+
 def _record(rank: RankPlan) -> RankRecord:
     return RankRecord(
         rank=rank.rank,
         host=rank.host,
         where=transport.where(rank.transport),
+        transport=rank.transport,
         runtime=rank.runtime,
         image=rank.image.reference if rank.image else rank.venv,
         argv=list(rank.argv),

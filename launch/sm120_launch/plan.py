@@ -6,7 +6,21 @@ A plan is plain data: no file is read and nothing is run to use it.
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+# What ends up in command lines, of a profile or of a plan that somebody edited.
+# A comma would end a field of --mount; a colon one of PATH.
+Absolute = Annotated[str, StringConstraints(pattern=r"^/[^\x00-\x1f,:]*$")]
+Address = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9:][A-Za-z0-9._:%-]*$")]
+Value = Annotated[str, StringConstraints(pattern=r"^[^\x00\n\r]*$")]
+Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+Device = Annotated[
+    str, StringConstraints(pattern=r"^(\d+|[a-z0-9.-]+\.[a-z]+/[a-z0-9]+=[\w:.-]+|/dev/[\w/.-]+)$")
+]
+Size = Annotated[str, StringConstraints(pattern=r"^\d+[bkmg]?$")]
+Volume = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+Seconds = Annotated[int, Field(gt=0, le=86400)]
+Command = Annotated[tuple[str, ...], Field(min_length=1)]
 
 
 class Strict(BaseModel):
@@ -65,7 +79,7 @@ class Image(Strict):
         platform: ``linux/amd64`` or ``linux/arm64``.
     """
 
-    name: str
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$")]
     digest: str = Field(pattern=r"^sha256:[0-9a-f]{64}$")
     platform: str
 
@@ -78,8 +92,8 @@ class Image(Strict):
 class Mount(Strict):
     """A folder or file of the host in the container."""
 
-    source: str
-    target: str
+    source: Absolute
+    target: Absolute
     read_only: bool = True
 
 
@@ -116,7 +130,8 @@ class RankPlan(Strict):
         gate_timeout_s: after which the gate's container is ended.
         start_timeout_s: after which a start counts as failed.
         staging: commands to run on the host after every gate has passed.
-        ready_port: port of the engine's /health on the host; None for headless ranks.
+        ready_host: address of the engine's /health, from the host or container itself.
+        ready_port: its port; None for headless ranks.
     """
 
     rank: int
@@ -125,28 +140,37 @@ class RankPlan(Strict):
     transport: Transport
     runtime: Literal["podman", "docker", "venv"]
     image: Image | None = None
-    venv: str | None = None
+    venv: Absolute | None = None
     runtime_key: str
     argv: tuple[str, ...]
     argv_sha256: str
-    env: dict[str, str]
-    pass_env: tuple[str, ...] = ()
+    env: dict[Variable, Value]
+    pass_env: tuple[Variable, ...] = ()
     env_sha256: str
     starts_engine: bool = True
-    devices: tuple[str, ...]
-    checkpoint: str
-    model: str
+    devices: tuple[Device, ...]
+    checkpoint: Absolute
+    model: Absolute
     mounts: tuple[Mount, ...] = ()
     network: Literal["host", "none"] = "host"
     gate_network: Literal["host", "none"] = "none"
     ipc: Literal["host", "private"] = "private"
-    shm_size: str | None = None
-    memlock: int | None = None
-    cache_volume: str | None = None
-    gate_timeout_s: int = 900
-    start_timeout_s: int = 3600
-    staging: tuple[tuple[str, ...], ...] = ()
-    ready_port: int | None = None
+    shm_size: Size | None = None
+    memlock: int | None = Field(default=None, ge=-1)
+    cache_volume: Volume | None = None
+    gate_timeout_s: Seconds = 900
+    start_timeout_s: Seconds = 3600
+    staging: tuple[Command, ...] = ()
+    ready_host: Address = "127.0.0.1"
+    ready_port: int | None = Field(default=None, ge=1, le=65535)
+
+    @model_validator(mode="after")
+    def _whole(self):
+        venv = self.runtime == "venv"
+        if (self.venv is not None) != venv or (self.image is None) != venv:
+            needed = "venv and no image" if venv else "an image and no venv"
+            raise ValueError(f"runtime {self.runtime} needs {needed}")
+        return self
 
 
 class LaunchPlan(Strict):
@@ -167,3 +191,9 @@ class LaunchPlan(Strict):
     base: str
     ranks: tuple[RankPlan, ...]
     warnings: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _starts(self):
+        if self.ranks and not any(rank.starts_engine for rank in self.ranks):
+            raise ValueError("no rank starts an engine: one needs starts_engine true")
+        return self

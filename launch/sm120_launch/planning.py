@@ -6,13 +6,17 @@ from collections.abc import Sequence
 from sm120_launch import conflicts, images, keys, requests
 from sm120_launch.errors import LaunchError
 from sm120_launch.images import Row
-from sm120_launch.plan import LaunchPlan, Mount, RankPlan, SshTransport, Transport
+from sm120_launch.plan import LaunchPlan, RankPlan, SshTransport, Transport
 from sm120_launch.profile import Profile, RankSpec
 from sm120_launch.requests import Context, Modality, Server
 from sm120_launch.runtime import CACHE
 
 DEFAULT_PORT = 8000
 """Of vLLM's API server."""
+
+_ANY = (None, "0.0.0.0", "::")
+"""Hosts of the API server with which it answers on 127.0.0.1 too (vLLM's default is the
+first; Linux gives ``::`` both families)."""
 
 
 def plan(profile: Profile) -> LaunchPlan:
@@ -44,6 +48,26 @@ def plan(profile: Profile) -> LaunchPlan:
         ranks=ranks,
         warnings=tuple(_warnings(profile, specs)),
     )
+
+
+def to_stop(profile: Profile) -> LaunchPlan:
+    """Enough of a plan to end what runs: needs neither recipe nor images."""
+    ranks = (
+        to_end(number, profile.name, spec.host or _host(spec), transport, spec.runtime)
+        for number, spec in enumerate(_numbered(profile))
+        for transport in [_with_files(profile, spec.transport)]
+    )
+    return LaunchPlan.model_construct(
+        profile=profile.name, profile_key="", runtime_key="", base="", ranks=tuple(ranks)
+    )
+
+
+def to_end(number: int, profile: str, host: str, transport: Transport, runtime: str) -> RankPlan:
+    """Enough of a rank to ask for its processes and to end them."""
+    known = {"rank": number, "profile": profile, "host": host}
+    empty = {"runtime_key": "", "argv": (), "argv_sha256": "", "env": {}, "env_sha256": ""}
+    empty |= {"devices": (), "checkpoint": "", "model": ""}
+    return RankPlan.model_construct(**known, **empty, transport=transport, runtime=runtime)
 
 
 def _rows(profile: Profile, specs: Sequence[RankSpec], key: str) -> list[Row | None]:
@@ -167,7 +191,7 @@ def _rank(
     context = Context(base, 0 if with_ray else number)
     argv = [profile.model, *requests.render(profile.requests, context)]
     server = requests.by_kind(profile.requests).get("server")
-    port = (server.port if isinstance(server, Server) else None) or DEFAULT_PORT
+    host, port = (server.host, server.port) if isinstance(server, Server) else (None, None)
     return RankPlan(
         rank=number,
         profile=profile.name,
@@ -186,7 +210,7 @@ def _rank(
         devices=spec.devices,
         checkpoint=spec.checkpoint or profile.model,
         model=profile.model,
-        mounts=tuple(Mount(**m.model_dump()) for m in spec.mounts),
+        mounts=spec.mounts,
         network=spec.network,
         gate_network=spec.gate_network,
         ipc=spec.ipc,
@@ -196,7 +220,8 @@ def _rank(
         gate_timeout_s=spec.gate_timeout_s,
         start_timeout_s=spec.start_timeout_s,
         staging=spec.staging,
-        ready_port=port if number == 0 else None,
+        ready_host="127.0.0.1" if host in _ANY else host,
+        ready_port=(port or DEFAULT_PORT) if number == 0 else None,
     )
 
 

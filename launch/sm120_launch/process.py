@@ -10,6 +10,7 @@ import os
 import selectors
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -142,6 +143,12 @@ def run(
 def run_plain(argv: Sequence[str], timeout_s: float, limit: int) -> dict[str, object]:
     """``run``, as plain data: what a process without this package can send."""
     return vars(run(argv, timeout_s=timeout_s, limit=limit))
+
+
+def about(prefixes: tuple[str, ...]) -> dict[str, object]:
+    """The Python that runs this, and its environment's part that begins with ``prefixes``."""
+    env = {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
+    return {"prefix": sys.prefix, "env": env}
 
 
 def _latest(data: bytearray) -> str:

@@ -13,34 +13,35 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints, ValidationError, field_validator, model_validator
 
 from sm120_launch import keys, requests
+from sm120_launch.conflicts import has_login
 from sm120_launch.errors import LaunchError
-from sm120_launch.plan import Mount, Strict, Transport
+from sm120_launch.plan import (
+    Absolute,
+    Command,
+    Device,
+    Mount,
+    Seconds,
+    Size,
+    Strict,
+    Transport,
+    Value,
+    Variable,
+)
 from sm120_launch.requests import AnyRequest, Parallel
 from sm120_launch.toml import explain, read_toml
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$", max_length=48)]
-# A comma would end a field of --mount; a colon one of PATH.
-Absolute = Annotated[str, StringConstraints(pattern=r"^/[^\x00-\x1f,:]*$")]
-Value = Annotated[str, StringConstraints(pattern=r"^[^\x00\n\r]*$")]
-Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-Device = Annotated[
-    str, StringConstraints(pattern=r"^(\d+|[a-z0-9.-]+\.[a-z]+/[a-z0-9]+=[\w:.-]+|/dev/[\w/.-]+)$")
-]
 
-_SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_KEY|ACCESS_KEY)S?$", re.I)
+_SECRET = re.compile(
+    r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|(API|ACCESS|PRIVATE|SECRET)_?KEY)S?$",
+    re.IGNORECASE,
+)
 _RESERVED = {
     "HOME": "the launcher sets it to the cache volume",
     "CUDA_VISIBLE_DEVICES": "name the GPUs under 'devices'",
     "SM120_LAUNCH": "the launcher finds its processes by it",
     "SM120_LAUNCH_RANK": "the launcher finds its processes by it",
 }
-
-
-class MountSpec(Mount):
-    """A further mount."""
-
-    source: Absolute
-    target: Absolute
 
 
 class RankSpec(Strict):
@@ -64,15 +65,15 @@ class RankSpec(Strict):
     env: dict[Variable, Value] = Field(default_factory=dict)
     pass_env: tuple[Variable, ...] = ()
     nccl: dict[Variable, Value] = Field(default_factory=dict)
-    mounts: tuple[MountSpec, ...] = ()
+    mounts: tuple[Mount, ...] = ()
     network: Literal["host", "none"] = "host"
     gate_network: Literal["host", "none"] = "none"
     ipc: Literal["host", "private"] = "private"
-    shm_size: Annotated[str, StringConstraints(pattern=r"^\d+[bkmg]?$")] | None = None
+    shm_size: Size | None = None
     memlock: int | None = Field(default=None, ge=-1)
-    gate_timeout_s: int = Field(default=900, gt=0, le=86400)
-    start_timeout_s: int = Field(default=3600, gt=0, le=86400)
-    staging: tuple[Annotated[tuple[str, ...], Field(min_length=1)], ...] = ()
+    gate_timeout_s: Seconds = 900
+    start_timeout_s: Seconds = 3600
+    staging: tuple[Command, ...] = ()
 
     @field_validator("devices", mode="before")
     @classmethod
@@ -90,6 +91,11 @@ class RankSpec(Strict):
                 raise ValueError(
                     f"{name} looks like a secret, and would be in command lines and receipts: "
                     "set it on the host, and list it under pass_env"
+                )
+            if has_login(env[name]):
+                raise ValueError(
+                    f"{name} has a URL with a login, which would be in command lines and "
+                    "receipts: set it on the host, and list it under pass_env"
                 )
         return env
 
@@ -149,8 +155,17 @@ class Profile(Strict):
     path: Path = Field(exclude=True)
 
     def beside(self, name: str) -> Path:
-        """A path that the profile names."""
-        return self.path.parent / Path(name).expanduser()
+        """A path that the profile names.
+
+        Raises:
+            LaunchError: it begins with ``~`` and the name of nobody.
+        """
+        try:
+            return self.path.parent / Path(name).expanduser()
+        except RuntimeError:
+            raise LaunchError(
+                f"{self.path}: {name}: no home folder", "a path", "Give it without '~'."
+            ) from None
 
     @property
     def parallel(self) -> Parallel:
@@ -166,6 +181,8 @@ def load(path: Path) -> Profile:
         LaunchError: a key is missing, unknown or wrong; names file, key and remedy.
     """
     found = read_toml(path)
+    if "path" in found:  # a field, but not a key
+        raise LaunchError(f"{path}:\n  path: no such key; remove it")
     defaults = found.pop("defaults", {})
     ranks = found.get("ranks")
     if not isinstance(defaults, dict) or "rank" in defaults:

@@ -15,7 +15,7 @@ import re
 import secrets
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +23,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sm120_launch.errors import LaunchError
+from sm120_launch.plan import Transport
 from sm120_launch.report import plain
 
 SCHEMA = 1
@@ -31,6 +32,7 @@ FOLDER_VARIABLE = "SM120_LAUNCH_RECEIPTS"
 OUTPUT_HEAD, OUTPUT_TAIL = 8 << 10, 56 << 10
 """Characters of an output that are kept, from its beginning and its end."""
 
+_PROFILE = re.compile(rb'"profile":\s*"([^"]*)"')
 _ID = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9]{6}-[0-9a-f]{6}")
 
 Stage = Literal["intent", "clean", "gate", "stage", "start"]
@@ -50,11 +52,18 @@ class Command(BaseModel):
 
 
 class RankRecord(BaseModel):
-    """One rank: what was planned for it, and what came of it."""
+    """One rank: what was planned for it, and what came of it.
+
+    Attributes:
+        where: the host, for people.
+        transport: the same, so that what was started can be ended when the profile says
+            something else.
+    """
 
     rank: int
     host: str
     where: str
+    transport: Transport | None = None
     runtime: str
     image: str | None
     argv: list[str]
@@ -77,7 +86,7 @@ class Receipt(BaseModel):
         stage: what it was at, or about to begin, when this was written.
         result: None until it has ended.
         interrupted: receipts of this profile that this run found without an end.
-        cleaned: those whose remains this run removed.
+        cleaned: those whose remains, a running engine too, this run removed.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -256,10 +265,20 @@ class Folder:
         except OSError as error:
             raise self._refuse(error) from None
 
-    def of(self, profile: str) -> list[Receipt]:
-        """The profile's receipts, oldest first; damaged ones stop."""
-        found = (self.read(receipt_id) for receipt_id in self.ids())
-        return [receipt for receipt in found if receipt.profile == profile]
+    def of(self, profile: str) -> tuple[list[Receipt], list[LaunchError]]:
+        """The profile's receipts, oldest first; and what is wrong with those that may be
+        its own and cannot be read: damaged, or of a newer schema."""
+        found, damaged = [], []
+        for receipt_id in self.ids():
+            try:
+                named = _PROFILE.search((self.path / f"{receipt_id}.json").read_bytes())
+                if named is None or named[1] == profile.encode():
+                    found.append(self.read(receipt_id))
+            except OSError as error:
+                damaged.append(self._refuse(error))
+            except LaunchError as error:
+                damaged.append(error)
+        return [receipt for receipt in found if receipt.profile == profile], damaged
 
 
 def interrupted(receipts: list[Receipt]) -> list[Receipt]:
@@ -268,15 +287,35 @@ def interrupted(receipts: list[Receipt]) -> list[Receipt]:
     return [r for r in receipts if r.result is None and r.id not in cleaned]
 
 
-def running(receipts: list[Receipt]) -> Receipt | None:
-    """The launch whose engine should be running: the last one started and not stopped."""
-    last = None
-    for receipt in receipts:
-        if receipt.kind == "launch" and receipt.result == "started":
-            last = receipt
-        elif receipt.stage != "intent" and receipt.kind in ("launch", "stop"):
-            last = None  # it cleaned up first
-    return last
+def not_cleaned(receipts: list[Receipt]) -> list[Receipt]:
+    """The interrupted, and launches whose engines were started and that no later run
+    removed: what a launch or stop has to end."""
+
+    def may_run(found: Receipt) -> bool:
+        return found.kind == "launch" and any(
+            record.engine not in (None, "stopped") for record in found.ranks
+        )
+
+    cleaned = {receipt_id for receipt in receipts for receipt_id in receipt.cleaned}
+    return [r for r in receipts if (r.result is None or may_run(r)) and r.id not in cleaned]
+
+
+def changed(found: Receipt, change: Callable[[str], str]) -> Receipt:
+    """A copy in which everything that a host or the plan said went through ``change``: not
+    what later runs read, such as names, states and how to reach a host."""
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, str):
+            return change(value)
+        if isinstance(value, dict):
+            return {change(key): walk(item) for key, item in value.items()}
+        return [walk(item) for item in value] if isinstance(value, list) else value
+
+    data = found.model_dump(by_alias=True)
+    data |= {key: walk(data[key]) for key in ("why", "warnings")}
+    read = ("host", "where", "transport", "runtime")
+    data["ranks"] = [walk(rank) | {key: rank[key] for key in read} for rank in data["ranks"]]
+    return Receipt.model_validate(data)
 
 
 def control_host() -> str:

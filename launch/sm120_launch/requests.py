@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
-from sm120_launch.plan import Strict
+from sm120_launch.plan import Address, Strict
 
 Scalar = bool | int | float | str | None
 # Text that stands alone as an argument: argparse would take a dash for another option.
@@ -190,7 +190,7 @@ class Server(Request):
     """The API server, on the rank that has one."""
 
     kind: Literal["server"] = "server"
-    host: Word | None = None
+    host: Address | None = None
     port: int | None = Field(default=None, ge=1024, le=65535)
     served_model_name: Word | None = None
     flags: ClassVar = frozenset({"--host", "--port", "--served-model-name"})

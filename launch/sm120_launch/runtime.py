@@ -20,11 +20,13 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-from sm120_launch.plan import RankPlan
+from sm120_launch.plan import Image, RankPlan
 
 Purpose = Literal["gate", "engine"]
 
 SELFTEST = "vllm.models.deepseek_v41.nvidia.sm120_decode_shape_selftest"
+SERVE = ("-m", "vllm.entrypoints.cli.main", "serve")
+"""``vllm serve``, by the same Python as the gate: a console script names its own."""
 REPORT_MARK = "SM120-REPORT"
 END_MARK = "SM120-END"
 REPORT_LIMIT = 8 << 20
@@ -44,16 +46,19 @@ HOST_ENVIRONMENT = (
 
 # $1 launch id, $2 limit in seconds, $3 Python, then the argv. The limit ends the
 # self-test from inside, also where the connection to the host is lost. It runs in a
-# folder of its own: Python would import a `vllm` from where it stands.
+# folder of its own: Python would import a `vllm` from where it stands. In the background:
+# a shell that waits for a child in the foreground hears no signal until that ends.
 _GATE = f"""\
 id=$1 limit=$2 python=$3; shift 3
 folder=$(mktemp -d) && mkdir "$folder/cwd" && cd "$folder/cwd" || exit 125
-timeout -s KILL "$limit" "$python" -m {SELFTEST} --json ../report -- "$@" </dev/null
+trap 'cd / && rm -rf "$folder"' EXIT
+trap 'exit 143' TERM HUP INT
+timeout -s KILL "$limit" "$python" -m {SELFTEST} --json ../report -- "$@" </dev/null &
+wait $!
 status=$?
 printf '\\n{REPORT_MARK} %s\\n' "$id"
 [ ! -f ../report ] || head -c {REPORT_LIMIT} ../report
 printf '\\n{END_MARK} %s %s\\n' "$id" "$status"
-cd / && rm -rf "$folder"
 exit "$status"
 """
 
@@ -82,11 +87,41 @@ found=$("$1" ps --all --quiet --filter "label=$2") || exit
 [ -z "$found" ] || "$1" rm --force $found >/dev/null
 """
 
+# $1 engine, $2 label. Names alone: a name's end is its purpose.
+_ENGINES = """\
+found=$("$1" ps --filter "label=$2" --format '{{.Names}}') || exit
+printf '%s\\n' "$found" | grep '\\.engine$' || :
+"""
+
 # Asked from inside the container: the host needs no client, the network may be its own.
+# Arguments: host, port.
 _READY = """\
 import sys, urllib.request
+host, port = sys.argv[1:]
+url = f"http://[{host}]:{port}/health" if ":" in host else f"http://{host}:{port}/health"
 proxies = urllib.request.ProxyHandler({})
-urllib.request.build_opener(proxies).open(f"http://127.0.0.1:{sys.argv[1]}/health", timeout=10)
+urllib.request.build_opener(proxies).open(url, timeout=10)
+"""
+_PORT = """\
+import socket, sys
+host, port = sys.argv[1:]
+try:
+    socket.create_connection((host, int(port)), timeout=5).close()
+except OSError:
+    sys.exit(0)
+sys.exit(f"{host} port {port} is in use on this host")
+"""
+# systemd-logind ends a user's containers with the last login, unless the user lingers.
+_LINGER = """\
+[ "$(id -u)" != 0 ] || exit 0
+case $(loginctl show-user "$(id -un)" -p Linger 2>/dev/null) in
+  Linger=yes) ;;
+  Linger=no)
+    echo "$(id -un) does not linger, so its containers end with the SSH login:" \
+      "loginctl enable-linger $(id -un), on that host"
+    exit 1 ;;
+  *) echo "loginctl does not say whether containers of $(id -un) outlive the SSH login" ;;
+esac
 """
 
 # Runtime venv. Processes are found by a variable in their environment, which children
@@ -99,10 +134,14 @@ env = {k: v for k, v in os.environ.items() if k in keep}
 env["PATH"] = bin + ":" + env.get("PATH", "/usr/local/bin:/usr/bin:/bin")
 os.execvpe(sys.argv[2], sys.argv[2:], {**env, **more})
 """
-# $1 name, $2 rank, then the command. Returns once the process can be found by its variable.
+# vLLM titles its processes by setproctitle, which takes the environment's room for the
+# title, and so hides the variables, unless this is set.
+_VISIBLE = {"SPT_NOENV": "1"}
+# $1 name, $2 rank, then the command, in a folder that has no `vllm`. Returns once the
+# process can be found by its variable.
 _VENV_START = f"""\
 folder="{_FOLDER}"; name=$1 rank=$2; shift 2
-mkdir -p "$folder" || exit 125
+mkdir -p "$folder" && cd "$folder" || exit 125
 SM120_LAUNCH=$name SM120_LAUNCH_RANK=$rank \\
   setsid sh -c 'file=$1; shift; "$@" >"$file.log" 2>&1 </dev/null; echo $? >"$file.exit"' \\
   sh "$folder/$name" "$@" >/dev/null 2>&1 </dev/null &
@@ -118,6 +157,12 @@ if grep -qszxF -e "$1" /proc/[0-9]*/environ; then echo running
 elif [ -f "$folder/$2.exit" ]; then echo "exited $(cat "$folder/$2.exit")"
 else echo absent
 fi
+"""
+# $1 variable
+_VENV_ENGINES = """\
+for file in $(grep -lszxF -e "$1" /proc/[0-9]*/environ); do
+  tr '\\0' '\\n' 2>/dev/null <"$file" | sed -n 's/^SM120_LAUNCH=\\(.*\\.engine\\)$/\\1/p'
+done 2>/dev/null | sort -u
 """
 # $1 variable, $2 name or pattern of files
 _VENV_STOP = f"""\
@@ -175,10 +220,11 @@ def engine_command(rank: RankPlan, launch_id: str) -> list[str]:
     """Starts ``vllm serve`` in the background and returns at once; prints an id."""
     container = name(rank, launch_id, "engine")
     if rank.runtime == "venv":
-        serve = _in_venv(rank, container, [f"{rank.venv}/bin/vllm", "serve", *rank.argv])
+        serve = _in_venv(rank, container, [f"{rank.venv}/bin/python", *SERVE, *rank.argv])
         variables = _variables(rank, container)
         return _shell(_VENV_START, *variables.values(), *serve)
-    return [*_run(rank, container, rank.network, ["--detach"], "vllm"), "serve", *rank.argv]
+    run = _run(rank, container, rank.network, ["--detach"], "python3")
+    return [*run, *SERVE, *rank.argv]
 
 
 def status_command(rank: RankPlan, launch_id: str, purpose: Purpose) -> list[str]:
@@ -193,10 +239,42 @@ def ready_command(rank: RankPlan, launch_id: str) -> list[str] | None:
     """Exit 0 once the engine's /health answers; None for a rank without one."""
     if rank.ready_port is None:
         return None
-    command = ["-c", _READY, str(rank.ready_port)]
+    command = ["-c", _READY, rank.ready_host, str(rank.ready_port)]
     if rank.runtime == "venv":
         return [f"{rank.venv}/bin/python", "-I", *command]
     return [rank.runtime, "exec", name(rank, launch_id, "engine"), "python3", *command]
+
+
+def port_command(rank: RankPlan, launch_id: str) -> list[str] | None:
+    """Before a start: exit 0 where nobody listens where the engine is to answer, 1 and why
+    on standard error where somebody does: its /health would pass for the engine's. None
+    where nobody can: no API server, or a network of the container's own."""
+    if rank.ready_port is None or (rank.runtime != "venv" and rank.network == "none"):
+        return None
+    command = ["-c", _PORT, rank.ready_host, str(rank.ready_port)]
+    if rank.runtime == "venv":
+        return [f"{rank.venv}/bin/python", "-I", *command]
+    # The gate's container is gone by then; its name is one that cleaning up knows.
+    run = [rank.runtime, "run", "--rm", "--name", name(rank, launch_id, "gate")]
+    run += ["--label", _label(rank), "--pull", "never", "--network", rank.network]
+    run += ["--read-only", "--entrypoint", "python3", _image(rank).reference]
+    return [*run, *command]
+
+
+def linger_command(rank: RankPlan) -> list[str] | None:
+    """Before a gate: exit 1, and why and the remedy on standard output, where the engine
+    would end with the SSH login; exit 0 with output: a warning. None where it cannot."""
+    if rank.runtime != "podman" or rank.transport.kind != "ssh":
+        return None
+    return _shell(_LINGER)
+
+
+def engines_command(rank: RankPlan) -> list[str]:
+    """Names of this rank's engines that run, of whatever launch, a line each; nothing where
+    none does. Exit 0 where that is known."""
+    if rank.runtime == "venv":
+        return _shell(_VENV_ENGINES, f"SM120_LAUNCH_RANK={rank.profile}/{rank.rank}")
+    return _shell(_ENGINES, rank.runtime, _label(rank))
 
 
 def logs_command(rank: RankPlan, launch_id: str, purpose: Purpose, lines: int = 200) -> list[str]:
@@ -228,8 +306,7 @@ def inspect_image_command(rank: RankPlan) -> list[str]:
     ``<digests> <os>/<architecture>``. For venv: exit 0 where its Python runs."""
     if rank.runtime == "venv":
         return [f"{rank.venv}/bin/python", "-c", "import platform; print(platform.machine())"]
-    assert rank.image is not None, "the profile gives podman and docker an image"
-    engine, reference = rank.runtime, rank.image.reference
+    engine, reference = rank.runtime, _image(rank).reference
     digest = "{{.Digest}}" if engine == "podman" else "{{json .RepoDigests}}"
     platform = "{{.Os}}/{{.Architecture}}"
     return [engine, "image", "inspect", "--format", f"{digest} {platform}", reference]
@@ -247,7 +324,6 @@ def _run(
     rank: RankPlan, container: str, network: str, options: Sequence[str], entry: str
 ) -> list[str]:
     """``podman run … IMAGE``: the same box for gate and engine, but for the network."""
-    assert rank.image is not None, "the profile gives podman and docker an image"
     run = [rank.runtime, "run", "--name", container, *options, "--label", _label(rank)]
     run += ["--pull", "never", "--network", network, "--workdir", "/tmp"]
     run += ["--read-only", "--tmpfs", "/tmp:rw,exec,mode=1777"]
@@ -268,7 +344,12 @@ def _run(
         run += ["--env", f"{key}={value}"]
     for key in rank.pass_env:  # by name alone: the value is in no command line
         run += ["--env", key]
-    return [*run, "--entrypoint", entry, rank.image.reference]
+    return [*run, "--entrypoint", entry, _image(rank).reference]
+
+
+def _image(rank: RankPlan) -> Image:
+    assert rank.image is not None, "RankPlan gives podman and docker an image"
+    return rank.image
 
 
 def _devices(rank: RankPlan) -> list[str]:
@@ -289,7 +370,7 @@ def _devices(rank: RankPlan) -> list[str]:
 def _in_venv(rank: RankPlan, container: str, command: Sequence[str]) -> list[str]:
     """The command with the planned environment and little of the host's."""
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(rank.devices)}
-    more = {**visible, **rank.env, **_variables(rank, container)}
+    more = {**visible, **rank.env, **_variables(rank, container), **_VISIBLE}
     settings = json.dumps([[*HOST_ENVIRONMENT, *rank.pass_env], more, f"{rank.venv}/bin"])
     return [f"{rank.venv}/bin/python", "-I", "-c", _EXEC, settings, *command]
 

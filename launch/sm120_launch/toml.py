@@ -26,6 +26,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise LaunchError(f"{path}: not UTF-8", "a TOML file", "Check the path.") from None
     except tomllib.TOMLDecodeError as error:
         raise LaunchError(f"{path}: not TOML: {error}", "", "Mend that line.") from None
+    except RecursionError:
+        raise LaunchError(f"{path}: nested too deep", "a TOML file", "Mend it.") from None
 
 
 def explain(path: Path, error: ValidationError, known: Iterable[str] = ()) -> LaunchError:

@@ -11,6 +11,9 @@ from sm120_launch import process
 from sm120_launch.plan import LocalTransport, RayTransport, SshTransport, Transport
 from sm120_launch.process import Outcome
 
+Call = Callable[..., Outcome]
+"""``run``, or what stands before it."""
+
 SHORT_S = 120.0
 """Seconds for a command that only asks or removes something; `podman rm` waits 10 s."""
 

@@ -11,12 +11,13 @@ has been gone for a minute, and a receipt has to be completed even then.
 import atexit
 import contextlib
 import itertools
+import json
 import multiprocessing
 import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -44,11 +45,23 @@ def run(
     cancelled: threading.Event | None = None,
 ) -> Outcome:
     """See transport.run. Takes none of the cluster's resources."""
+    client = _client(transport.address)
+    return client.run(_ask, (transport.node, list(argv), timeout_s, limit), timeout_s, cancelled)
+
+
+def nodes(address: str, prefixes: tuple[str, ...], timeout_s: float) -> Outcome:
+    """The cluster as it is. Standard output: a JSON list of the live nodes, each with
+    ``node`` (address), ``gpus`` and, of a Python process that its raylet started, ``prefix``
+    and the environment's part that begins with ``prefixes`` (``env``)."""
+    return _client(address).run(_look, (prefixes, timeout_s), timeout_s, None)
+
+
+def _client(address: str) -> "_Client":
     with _clients_lock:
-        client = _clients.get(transport.address)
+        client = _clients.get(address)
         if client is None or not client.alive:
-            client = _clients[transport.address] = _Client(transport.address)
-    return client.run(transport.node, list(argv), timeout_s, limit, cancelled)
+            client = _clients[address] = _Client(address)
+    return client
 
 
 class _Client:
@@ -77,19 +90,19 @@ class _Client:
 
     def run(
         self,
-        node: str,
-        argv: list[str],
+        what: Callable[..., dict[str, Any]],
+        arguments: tuple[Any, ...],
         timeout_s: float,
-        limit: int,
         cancelled: threading.Event | None,
     ) -> Outcome:
+        """``what`` of Ray and the arguments, as it answers there: an Outcome's fields."""
         begun = time.monotonic()
         answered, answer = threading.Event(), []
         with self._lock:
             number = next(self._numbers)
             self._waiting[number] = answered, answer
             try:
-                self._pipe.send((number, node, argv, timeout_s, limit))
+                self._pipe.send((number, what, arguments))
             except OSError:
                 self._lose()
         while not answered.wait(_TICK):
@@ -97,8 +110,8 @@ class _Client:
             if cancelled is not None and cancelled.is_set():
                 return Outcome(None, problem="cancelled", seconds=seconds)
             if seconds > timeout_s + _EXTRA_S:
-                what = "the task did not end"
-                return Outcome(None, problem="timed out", detail=what, seconds=seconds)
+                late = "the task did not end"
+                return Outcome(None, problem="timed out", detail=late, seconds=seconds)
         return answer[0]
 
     def _listen(self) -> None:
@@ -136,10 +149,10 @@ def _serve(address: str, pipe: Connection) -> None:
     late.cancel()
     sending = threading.Lock()
 
-    def answer(number: int, *request: Any) -> None:
+    def answer(number: int, what: Callable[..., dict[str, Any]], arguments: Any) -> None:
         begun = time.monotonic()
         try:
-            outcome = Outcome(**_ask(ray, *request)) if ray else _lost(failure)
+            outcome = Outcome(**what(ray, *arguments)) if ray else _lost(failure)
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
             outcome = _lost(said, time.monotonic() - begun)
@@ -172,18 +185,33 @@ def _connect(address: str) -> Any:
 
 
 def _ask(ray: Any, node: str, argv: list[str], timeout_s: float, limit: int) -> dict[str, Any]:
-    from ray import cloudpickle
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
     alive = [n for n in ray.nodes() if n["Alive"]]
     found = [n["NodeID"] for n in alive if n["NodeManagerAddress"] == node]
     if len(found) != 1:
         have = ", ".join(sorted(n["NodeManagerAddress"] for n in alive))
         raise LookupError(f"{len(found)} live nodes at {node}; the cluster has {have}")
+    return ray.get(_task(ray, process.run_plain, found[0]).remote(argv, timeout_s, limit))
+
+
+def _look(ray: Any, prefixes: tuple[str, ...], timeout_s: float) -> dict[str, Any]:
+    alive = [n for n in ray.nodes() if n["Alive"]]
+    asked = [_task(ray, process.about, n["NodeID"]).remote(prefixes) for n in alive]
+    about = ray.get(asked, timeout=timeout_s)
+    found = [
+        {"node": n["NodeManagerAddress"], "gpus": int(n["Resources"].get("GPU", 0)), **said}
+        for n, said in zip(alive, about, strict=True)
+    ]
+    return {"exit_code": 0, "stdout": json.dumps(found).encode()}
+
+
+def _task(ray: Any, function: Callable[..., Any], node_id: str) -> Any:
+    """A function of process.py, to run on one node and no other."""
+    from ray import cloudpickle
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
     cloudpickle.register_pickle_by_value(process)
-    pinned = NodeAffinitySchedulingStrategy(found[0], soft=False)
-    task = ray.remote(num_cpus=0, max_retries=0)(process.run_plain)
-    return ray.get(task.options(scheduling_strategy=pinned).remote(argv, timeout_s, limit))
+    pinned = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return ray.remote(num_cpus=0, max_retries=0)(function).options(scheduling_strategy=pinned)
 
 
 def _lost(detail: str, seconds: float = 0.0) -> Outcome:

@@ -241,6 +241,37 @@ def test_a_damaged_diff_is_drift_throughout(applied, ours, tiny_pin):
         series.plan_apply(damaged, ours, tiny_pin)
 
 
+MESSAGE = b"""\
+From 0123456789 Mon Sep 17 00:00:00 2001
+Subject: a loader
+
+copy from the old loader, then
+rename from vllm/nothing.py
+---
+"""
+
+
+def test_a_message_is_no_header():
+    """What `git format-patch` writes around the diffs may say anything."""
+    renamed = b"diff --git a/vllm/a.py b/vllm/b.py\nsimilarity index 100%\n"
+    renamed += b"rename from vllm/a.py\nrename to vllm/b.py\n"
+    changed = b"".join(MESSAGE + d + b"-- \n2.40\n\n" for d in (renamed, A))
+    wanted = {"vllm/a.py", "vllm/b.py", CACHE, "vllm/engram/store.py"}
+    assert set(Foreign("mine", changed).paths) == wanted
+    hunk = A.replace(b"+def open_store():", b"+copy from x").replace(
+        b"+    return 1", b"+rename from y"
+    )
+    assert set(Foreign("mine", hunk).paths) == {CACHE, "vllm/engram/store.py"}
+
+
+def test_paths_that_git_quotes(tmp_path):
+    odd = 'vllm/gr\u00f6\u00dfe "x"\\\ty.py'
+    text = "".join(f"line {n} = {n}\n" for n in range(30)).encode()
+    diff = git_diff(tmp_path / "repository", {odd: text}, {"vllm/new.py": text + b"x\n"})
+    assert b'rename from "vllm/gr\\303' in diff
+    assert Foreign("mine", diff).paths == tuple(sorted([odd, "vllm/new.py"]))
+
+
 @pytest.mark.parametrize("kind", ["rename", "delete", "CRLF", "no newline", "like a header"])
 def test_what_git_diff_makes(
     write_tree, tmp_path, root, tiny_files, ours, tiny_pin, snapshot, kind

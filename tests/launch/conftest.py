@@ -96,9 +96,12 @@ def make_plan(make_rank) -> Callable[..., LaunchPlan]:
 
 
 COMMANDS = (
+    "engines",
+    "linger",
     "inspect_image",
     "cache",
     "gate",
+    "port",
     "engine",
     "status",
     "ready",
@@ -109,11 +112,16 @@ COMMANDS = (
 
 
 class FakeHosts:
-    """Answers every command; ``says[purpose, rank]`` replaces the answer of a good host."""
+    """Answers every command; ``says[purpose, rank]`` replaces the answer of a good host.
+
+    Attributes:
+        running: (profile, rank, launch id, transport) of engines, as they really are.
+    """
 
     def __init__(self):
         self.calls = []
         self.says = {}
+        self.running = set()
         self.lock = threading.Lock()
 
     def run(self, where, argv, **more):
@@ -138,6 +146,28 @@ class FakeHosts:
         )
         frame = "SELFTEST PASS\n\nSM120-REPORT {0}\n{1}\nSM120-END {0} 0\n"
         return Outcome(0, stdout=frame.format(launch_id, report).encode())
+
+    def engine(self, rank, launch_id):
+        self.running.add((rank.profile, rank.rank, launch_id, rank.transport))
+        return Outcome(0)
+
+    def engines(self, rank):
+        mine = [r for r in self.running if (*r[:2], r[3]) == (*self.of(rank), rank.transport)]
+        names = [f"sm120.{r[0]}.{r[2]}.r{r[1]}.engine\n" for r in sorted(mine, key=str)]
+        return Outcome(0, stdout="".join(names).encode())
+
+    def stop(self, rank, launch_id, purpose):
+        self.running.discard((*self.of(rank), launch_id, rank.transport))
+        return Outcome(0)
+
+    def cleanup(self, rank):
+        gone = {r for r in self.running if (*r[:2], r[3]) == (*self.of(rank), rank.transport)}
+        self.running -= gone
+        return Outcome(0)
+
+    @staticmethod
+    def of(rank):
+        return rank.profile, rank.rank
 
     def status(self, rank, launch_id, purpose):
         return Outcome(0, stdout=b"running\n")
@@ -425,10 +455,10 @@ class World:
         receipts = ["--receipts", str(self.receipts), "--json"]
         return [str(self.control / "bin/sm120-launch"), kind, str(path), *receipts, *more]
 
-    def run(self, kind: str, plan: LaunchPlan) -> "subprocess.CompletedProcess[str]":
+    def run(self, kind: str, plan: LaunchPlan, *more: str) -> "subprocess.CompletedProcess[str]":
         """Runs the launcher to its end."""
         return subprocess.run(
-            self.command(kind, plan),
+            self.command(kind, plan, *more),
             env=self.hosts.environment,
             capture_output=True,
             text=True,

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from sm120_launch import cli
+from sm120_launch import cli, cli_launch
 from sm120_launch.process import Outcome
 from sm120_launch.receipt import Folder
 
@@ -26,7 +26,8 @@ def plan(make_plan, make_rank, tmp_path):
 def command(monkeypatch, capsys, tmp_path, fake_hosts):
     """``command(*arguments)`` gives exit code, standard output and standard error."""
     monkeypatch.setenv("SM120_LAUNCH_RECEIPTS", str(tmp_path / "receipts"))
-    monkeypatch.setenv("COLUMNS", "200")
+    for console in (cli.out, cli.err, cli_launch.out, cli_launch.err):
+        monkeypatch.setattr(console, "width", 200)
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["sm120-launch", *map(str, arguments)])
@@ -81,7 +82,7 @@ def test_interrupted_is_told(command, plan, tmp_path, fake_hosts):
     fake_hosts.says["gate", 0] = lambda *rest: 1 / 0
     with pytest.raises(ZeroDivisionError):
         command("gate", plan)
-    [done] = folder.of("p")
+    [[done], _] = folder.of("p")
     folder.update(done.model_copy(update={"result": None}))  # as a kill would leave it
     del fake_hosts.says["gate", 0]
     assert json.loads(command("receipts", "--json")[1])["receipts"][0]["state"] == "interrupted"
@@ -118,6 +119,54 @@ def test_files_that_are_not_there(command, tmp_path):
     assert command("gate", tmp_path / "bytes.json")[0] == 2
 
 
+def test_a_damaged_receipt_is_listed(command, plan, tmp_path):
+    command("gate", plan)
+    (tmp_path / "receipts/20260101-000000-000000-000000.json").write_text("{")
+    rows = json.loads(command("receipts", "--json")[1])["receipts"]
+    assert sorted(row["state"] for row in rows) == ["damaged", "passed"]
+    code, out, _ = command("receipts")
+    assert code == 0 and "damaged" in out and "passed" in out
+    assert command("gate", plan)[0] == 0
+
+
+PROFILE = """\
+schema = 1
+name = "p"
+recipe = "no-recipe.whl"
+model = "/models/v41"
+[defaults]
+runtime = "podman"
+devices = []
+[[ranks]]
+transport = { kind = "local" }
+[[ranks]]
+transport = { kind = "ssh", address = "h2", known_hosts = "known" }
+"""
+
+
+def test_stop_needs_neither_recipe_nor_images(command, plan, tmp_path, fake_hosts):
+    """Nor receipts: the profile says where to look."""
+    path = tmp_path / "profile.toml"
+    path.write_text(PROFILE)
+    fake_hosts.says["cleanup", 1] = lambda rank: Outcome(
+        0 if rank.transport.known_hosts == str(tmp_path / "known") else 1
+    )
+    assert command("gate", path)[0] == 2
+    code, out, _ = command("stop", path)
+    assert (code, fake_hosts.calls) == (0, [("cleanup", 0), ("cleanup", 1)])
+    assert "stopped" in out
+
+
+def test_stop_tells_of_a_rank_that_has_moved(command, plan, tmp_path, fake_hosts):
+    command("launch", plan)
+    path = tmp_path / "profile.toml"
+    path.write_text(PROFILE)
+    code, out, err = command("stop", path)
+    assert (code, fake_hosts.running) == (0, set())
+    assert "rank 1 on host2: cleaning up" in err and "rank 1 on h2: cleaning up" in err
+    assert "host2" in out and "h2" in out
+
+
 def test_receipts_that_are_not_there(command):
     assert command("receipts") == (0, *command("receipts")[1:])
     assert json.loads(command("receipts", "--json")[1])["receipts"] == []
@@ -126,7 +175,25 @@ def test_receipts_that_are_not_there(command):
         assert code == 2 and "sm120-launch receipts lists them" in err
 
 
-@pytest.mark.parametrize("name", ["gate", "launch", "stop", "receipts"])
+@pytest.mark.parametrize("name", ["gate", "launch", "stop"])
 def test_help(command, name):
+    """Enough to work from: what it does, what it takes, what its end means."""
     code, out, _ = command(name, "--help")
-    assert code == 0 and "--json" in out and ("--receipts" in out)
+    said = " ".join(out.split())
+    assert code == 0 and "--json" in said and "--receipts" in said
+    assert "Exit codes: 0 " in said and ", 1 " in said and ", 2 bad input" in said
+    assert "A profile in TOML" in said and "SM120_LAUNCH_RECEIPTS" in said
+
+
+def test_help_of_all(command):
+    code, out, _ = command("--help")
+    said = " ".join(out.split())
+    assert code == 0 and "Exit codes: 0 done, 1 the gate or a start said no, 2 bad" in said
+    assert "docs/launching.md" in said
+
+
+def test_commands_are_there_once():
+    functions = [command.callback.__name__ for command in cli.app.registered_commands]
+    groups = [group.name for group in cli.app.registered_groups]
+    assert sorted(functions) == ["gate", "launch", "plan_command", "stop"]
+    assert sorted(groups) == ["image", "receipts"]

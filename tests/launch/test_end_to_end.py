@@ -48,11 +48,13 @@ def test_gate_stage_start_receipt(world):
     assert [rank["report"]["argv_sha256"] for rank in kept["ranks"]] == [
         rank.argv_sha256 for rank in plan.ranks
     ]
-    again = world.run("launch", plan)
-    assert again.returncode == 2
-    assert "runs already" in again.stderr
-    assert len(world.containers()) == 4
-    stopped = world.run("stop", plan)
+    elsewhere = ["--receipts", str(world.folder / "elsewhere")]
+    for more in ([], elsewhere):
+        again = world.run("launch", plan, *more)
+        assert again.returncode == 2
+        assert f"runs already, since launch {kept['id']}" in again.stderr
+        assert len(world.containers()) == 4
+    stopped = world.run("stop", world.plan_of(*plan.ranks[:3]))  # the fourth has left since
     assert stopped.returncode == 0
     assert world.containers() == []
     assert [kept["result"] for kept in world.kept()] == ["started", "stopped"]
@@ -108,17 +110,33 @@ def test_the_time_limit_holds_without_a_launcher(world):
 
 
 def test_four_ranks_take_the_time_of_the_slowest(world, record_property):
-    """Each self-test takes 3 s: one after another they would take 12."""
+    """Each self-test takes 3 s, and each of four ends only if all four are at work at once."""
     seconds = {}
-    for ranks in (1, 4):
-        faults = dict.fromkeys(range(ranks), "slow_pass")
+    for ranks, fault in ((1, "slow_pass"), (4, "meets_three")):
+        faults = dict.fromkeys(range(ranks), fault)
         begun = time.monotonic()
         assert world.run("gate", world.plan(faults, ranks)).returncode == 0
         seconds[ranks] = time.monotonic() - begun
     slowest = max(rank["gate_seconds"] for rank in world.kept()[-1]["ranks"])
     record_property("seconds", {"one": seconds[1], "four": seconds[4], "slowest": slowest})
     print(f"one {seconds[1]:.2f} s, four {seconds[4]:.2f} s, slowest of them {slowest:.2f} s")
-    assert seconds[4] < 12
+
+
+def test_a_port_that_is_in_use(world):
+    """Somebody answers where the engine would, on the host's own network: nothing is started.
+    Once the port is free, the engine comes up there."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        argv = (*argv_of(0, 1), "--port", str(port))
+        plan = world.plan_of(world.rank(0, argv=argv, network="host", ready_port=port))
+        refused = world.run("launch", plan)
+    assert refused.returncode == 1, refused.stdout + refused.stderr
+    assert f"127.0.0.1 port {port} is in use" in world.kept()[0]["why"]
+    assert world.witnessed("engine") == world.containers() == []
+    done = world.run("launch", plan)
+    assert done.returncode == 0, done.stdout + done.stderr
+    urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+    assert world.run("stop", plan).returncode == 0
 
 
 VLLM = (
@@ -169,18 +187,22 @@ def test_real_selftest_here_in_a_virtual_environment(world):
 
 
 def test_virtual_environment_from_gate_to_stop(world):
-    """Transport local, runtime venv, with a /health that is really asked."""
+    """Transport local, runtime venv, with a /health that is really asked. Its console script
+    is another environment's, as in one that was copied."""
     venv = world.folder / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
     [site] = venv.glob("lib/python*/site-packages")
     module = site / "vllm/models/deepseek_v41/nvidia/sm120_decode_shape_selftest.py"
     module.parent.mkdir(parents=True)
+    serve = site / "vllm/entrypoints/cli/main.py"
+    serve.parent.mkdir(parents=True)
     for package in (module.parents[n] for n in range(4)):
         (package / "__init__.py").touch()  # else a checkout's own vllm/ comes first
     shutil.copy(STANDIN / "selftest.py", module)
-    serve = venv / "bin/vllm"
-    serve.write_text(f"#!{venv}/bin/python\n{(STANDIN / 'serve.py').read_text()}")
-    serve.chmod(0o755)
+    shutil.copy(STANDIN / "serve.py", serve)
+    script = venv / "bin/vllm"
+    script.write_text("#!/bin/false\n")
+    script.chmod(0o755)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

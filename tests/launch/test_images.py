@@ -6,7 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import zipfile
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -86,14 +88,37 @@ def test_no_row_says_the_command_that_builds_it(path, key, platform, engine):
         ("schema = 1\n[[images]]\n", "images: no such key"),
         ("schema = 1\n[[image]]\nname = 'x'\n", "image.0.runtime_key: missing"),
         ("schema = 1\n[[image]\n", "not TOML"),
+        ("schema = 1\n# größe", "not UTF-8"),
+        (f"schema = 1\nx = {'[' * 9999}", "nested"),
     ],
 )
 def test_a_wrong_file_is_refused_and_left(path, text, words):
-    path.write_text(text)
+    path.write_text(text, encoding="latin-1")
     for act in (lambda: images.load(path), lambda: images.append(path, row())):
         with pytest.raises(LaunchError, match=words):
             act()
-    assert path.read_text() == text
+    assert path.read_text(encoding="latin-1") == text
+
+
+def test_two_who_append_lose_no_row(path, monkeypatch):
+    """The second waits until the first, stopped between reading and writing, is done."""
+    reading, on, replace = threading.Event(), threading.Event(), os.replace
+
+    def slow(source, target):
+        if not reading.is_set():
+            reading.set()
+            on.wait(20)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", slow)
+    with ThreadPoolExecutor(2) as pool:
+        one = pool.submit(images.append, path, row())
+        assert reading.wait(20)
+        two = pool.submit(images.append, path, row(digest=NEWER))
+        assert not wait([two], 0.3).done
+        on.set()
+        one.result(20), two.result(20)
+    assert [r.digest for r in images.load(path)] == [DIGEST, NEWER]
 
 
 @pytest.mark.parametrize(
@@ -145,6 +170,19 @@ def test_record_takes_what_the_engine_says():
         assert made.name == reference.removesuffix(":tag")
 
 
+@pytest.mark.parametrize("reference", ["1" * 64, "sha256:" + "1" * 64, "1" * 12])
+def test_record_by_id_takes_the_image_s_name(reference):
+    """Nothing can be started from ``ID@digest``."""
+    tagged = inspected(RepoTags=["<none>:<none>", "localhost:5000/a/v:tag"])
+    made = images.record("podman", reference, "cmd", engine({reference: tagged}))
+    assert made.name == "localhost:5000/a/v"
+    bare = inspected(RepoTags=None, RepoDigests=None)
+    with pytest.raises(LaunchError, match=f"podman tag {reference} NAME"):
+        images.record("podman", reference, "cmd", engine({reference: bare}))
+    hexadecimal = inspected(RepoTags=["localhost/other:1", "cafe:1"])  # a name like an ID
+    assert images.record("podman", "cafe", "c", engine({"cafe": hexadecimal})).name == "cafe"
+
+
 def test_record_refuses_what_it_cannot_vouch_for():
     plain = inspected(Config={"Labels": None, "Env": None})
     bare = inspected(RepoDigests=[])
@@ -194,6 +232,7 @@ def small_wheel(path, **changes):
         "vllm/_version.py": f"__version__ = '{version}'\n".encode(),
         "vllm/sm120_recipe.json": recipe.document(built),
         "vllm/models/deepseek_v41/nvidia/sm120_decode_shape_selftest.py": b"",
+        "vllm/entrypoints/cli/main.py": b"",
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n".encode(),
         f"{info}/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         f"{info}/entry_points.txt": b"[console_scripts]\nvllm = vllm:main\n",
@@ -246,7 +285,7 @@ def test_build_has_all_in_its_folder_and_no_network(wheel, path, tmp_path, monke
     key = made.recipe().runtime_key
     found = inspected(Config={"Labels": {"sm120.runtime_key": key, "sm120.revision": "r1"}})
     monkeypatch.setattr(images, "inspect", lambda *a: images.Inspected(
-        (DIGEST,), "linux/amd64", found["Config"]["Labels"], {}))  # fmt: skip
+        (DIGEST,), "linux/amd64", (), found["Config"]["Labels"], {}))  # fmt: skip
     added = made.run(path, stream)
     assert seen["files"] == [
         "Dockerfile",
@@ -308,9 +347,21 @@ def installed(tmp_path, wheel):
     return python, next(folder.glob("lib/python*/site-packages"))
 
 
-def verify(python, key, tmp_path):
+@pytest.mark.parametrize("module", [runtime.SELFTEST, runtime.SERVE[1]])
+def test_verify_misses_what_gate_and_engine_run(installed, wheel, tmp_path, module):
+    python, site = installed
+    name = module.replace(".", "/") + ".py"
+    (site / name).unlink()
+    lines = (site / "vllm-0.33.0+sm120.1.dist-info/RECORD").read_text().splitlines(keepends=True)
+    kept = "".join(line for line in lines if not line.startswith(name))  # a wheel without it
+    (site / "vllm-0.33.0+sm120.1.dist-info/RECORD").write_text(kept)
+    code, said = verify(python, build(wheel).recipe().runtime_key, tmp_path)
+    assert code == 1 and f"{name}: missing" in said
+
+
+def verify(python, key, tmp_path, path=None):
     script = ROOT / "docker/verify_installed.py"
-    env = {**os.environ, "PATH": f"{Path(python).parent}:{os.environ['PATH']}"}
+    env = {**os.environ, "PATH": f"{Path(python).parent}:{path or os.environ['PATH']}"}
     command = [python, script, "--runtime-key", key, "--out", tmp_path / "verified.json"]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
@@ -337,8 +388,8 @@ def test_verify_installed(installed, wheel, tmp_path):
         (site / name).write_bytes(old)
     (site / "vllm/__init__.py").unlink()
     assert "vllm/__init__.py: missing" in verify(python, key, tmp_path)[1]
-    (python.parent / "vllm").unlink()
-    assert "vllm: not on PATH" in verify(python, key, tmp_path)[1]
+    code, said = verify(python, key, tmp_path, path=tmp_path)
+    assert code == 1 and "timeout: not on PATH" in said
     assert not (tmp_path / "verified.json").exists()
 
 
@@ -346,7 +397,6 @@ def test_verify_knows_the_tools_that_the_commands_call():
     spec = (ROOT / "docker/verify_installed.py").read_text()
     for tool in ("timeout", "mktemp", "head", "mkdir", "rm"):
         assert f'"{tool}"' in spec and tool in runtime._GATE
-    assert runtime.SELFTEST.replace(".", "/") + ".py" in spec
 
 
 # --- a real build, by podman

@@ -2,17 +2,19 @@
 """A launch from intent to receipt, on hosts that are made up: what follows what, and what
 stops it. tests/launch/test_faults.py has the same on real ones."""
 
+import json
 import re
 import threading
 
 import pytest
 
-from sm120_launch import gate, receipt, runtime
+from sm120_launch import gate, planning, receipt, runtime
 from sm120_launch.errors import LaunchError
 from sm120_launch.launcher import Launch
-from sm120_launch.plan import SshTransport
+from sm120_launch.plan import LaunchPlan, SshTransport
 from sm120_launch.process import Outcome
 from sm120_launch.receipt import Folder
+from tests.launch.conftest import FakeHosts
 
 OK = Outcome(0)
 
@@ -52,7 +54,7 @@ def test_the_intent_is_on_disk_before_anything_is_run(hosts, folder, plan):
     seen = []
 
     def look(rank):
-        [found] = folder.of("p")
+        [[found], _] = folder.of("p")
         seen.append((found.result, found.stage))
         return OK
 
@@ -64,7 +66,7 @@ def test_the_intent_is_on_disk_before_anything_is_run(hosts, folder, plan):
 def test_gate_alone_starts_nothing(hosts, folder, plan):
     done = launch(plan, folder, "gate")
     assert done.result == "passed"
-    assert set(hosts.purposes()) == {"inspect_image", "cache", "gate"}
+    assert set(hosts.purposes()) == {"linger", "inspect_image", "cache", "gate"}
 
 
 NOT_A_PASS = {
@@ -91,7 +93,7 @@ def test_an_error_of_the_launcher_is_in_the_receipt(hosts, folder, plan):
     hosts.says["gate", 1] = NOT_A_PASS["raises"]
     with pytest.raises(ZeroDivisionError):
         launch(plan, folder)
-    [kept] = folder.of("p")
+    [[kept], _] = folder.of("p")
     assert (kept.result, kept.why) == ("failed", "ZeroDivisionError: division by zero")
     assert "engine" not in hosts.purposes()
 
@@ -151,8 +153,8 @@ def test_a_rank_that_does_not_start_stops_all(hosts, folder, plan, purpose, said
 def test_a_rank_that_is_late(hosts, folder, make_plan, make_rank):
     hosts.says["ready"] = Outcome(1)
     hosts.says["logs"] = Outcome(0, stdout=b"loading weights\n")
-    done = launch(make_plan(make_rank(start_timeout_s=0)), folder)
-    assert done.why == "rank 0 on host1 was not up within 0 s (loading weights)"
+    done = launch(make_plan(make_rank(start_timeout_s=1)), folder)
+    assert done.why == "rank 0 on host1 was not up within 1 s (loading weights)"
 
 
 def test_a_dropped_connection_while_loading_is_no_failure(hosts, folder, plan):
@@ -166,10 +168,42 @@ def test_a_dropped_connection_while_loading_is_no_failure(hosts, folder, plan):
 
 
 def test_headless_ranks_wait_for_those_with_health(hosts, folder, plan):
-    answers = [Outcome(1), Outcome(1), OK]
-    hosts.says["ready", 0] = lambda rank, launch_id: answers.pop(0)
+    answers = [Outcome(1), Outcome(1)]
+    hosts.says["ready", 0] = lambda rank, launch_id: answers.pop(0) if answers else OK
     assert launch(plan, folder).result == "started"
     assert answers == []
+
+
+def test_somebody_else_answers_for_an_engine_that_ends(hosts, folder, plan):
+    """/health answers at the first look, where the rank's own process is about to end."""
+    looks = []
+
+    def status(rank, launch_id, purpose):
+        looks.append(rank.rank)
+        return Outcome(0, stdout=b"running\n" if len(looks) == 1 else b"exited 1\n")
+
+    hosts.says["status", 0] = status
+    done = launch(plan, folder)
+    assert done.result == "failed"
+    assert "rank 0 on host1 did not stay up: exited 1" in done.why
+
+
+def test_a_port_in_use_is_refused_before_the_start(hosts, folder, plan):
+    hosts.says["port", 0] = Outcome(1, stderr=b"127.0.0.1 port 8000 is in use\n")
+    done = launch(plan, folder)
+    assert (done.result, done.stage) == ("refused", "stage")
+    assert "port is not free: rank 0 on host1: exit 1: 127.0.0.1 port 8000 is in use" in done.why
+    assert "engine" not in hosts.purposes()
+
+
+def test_a_user_who_does_not_linger(hosts, folder, plan):
+    hosts.says["linger", 1] = Outcome(1, stdout=b"me does not linger: loginctl enable-linger me\n")
+    hosts.says["linger", 2] = Outcome(0, stdout=b"loginctl does not say\n")
+    done = launch(plan, folder)
+    assert done.result == "refused"
+    assert done.ranks[1].reason == "me does not linger: loginctl enable-linger me"
+    assert done.ranks[2].verdict == "PASS"
+    assert "rank 2 on host3: loginctl does not say" in done.warnings
 
 
 def test_what_could_not_be_stopped_is_said(hosts, folder, plan):
@@ -205,14 +239,55 @@ def test_a_running_engine_is_not_touched(hosts, folder, plan):
     hosts.calls.clear()
     with pytest.raises(LaunchError, match=f"runs already, since launch {first.id}.*stop PROFILE"):
         launch(plan, folder)
-    assert set(hosts.purposes()) == {"status"}
+    assert set(hosts.purposes()) == {"engines"}
     assert len(folder.ids()) == 1
     gated = launch(plan, folder, "gate")
     assert gated.result == "passed" and not {"cleanup", "stop"} & set(hosts.purposes())
 
 
+@pytest.mark.parametrize("kind", ["elsewhere", "refused between", "stop that failed"])
+def test_a_running_engine_is_not_touched_whatever_receipts_say(hosts, folder, plan, tmp_path, kind):
+    first = launch(plan, folder if kind != "elsewhere" else Folder(tmp_path / "other"))
+    if kind == "refused between":
+        hosts.says["engines"] = Outcome(None, problem="lost", detail="gone")
+        refused = launch(plan, folder)
+        assert refused.result == "refused"
+        assert "rank 0 on host1 does not say whether its engine runs: lost: gone" in refused.why
+        del hosts.says["engines"]
+    if kind == "stop that failed":
+        hosts.says["cleanup"] = Outcome(None, problem="lost")
+        assert launch(plan, folder, "stop").result == "refused"
+        del hosts.says["cleanup"]
+    hosts.calls.clear()
+    running = set(hosts.running)
+    with pytest.raises(LaunchError, match=f"runs already, since launch {first.id}"):
+        launch(plan, folder)
+    assert hosts.running == running and len(running) == 4
+    assert set(hosts.purposes()) == {"engines"}
+
+
+def test_one_silent_host_is_no_answer(hosts, folder, plan):
+    launch(plan, folder)
+    hosts.running.clear()
+    hosts.says["engines", 2] = Outcome(127, stderr=b"podman: not found\n")
+    done = launch(plan, folder)
+    assert done.result == "refused" and "rank 2 on host3 does not say" in done.why
+    assert hosts.purposes().count("engine") == 4
+
+
+def test_what_a_failed_launch_could_not_stop_is_removed_by_the_next(hosts, folder, plan):
+    hosts.says["status", 2] = Outcome(0, stdout=b"absent\n")
+    hosts.says["stop", 3] = Outcome(None, problem="lost")
+    assert launch(plan, folder).result == "failed"
+    assert [rank for _, rank, *_ in hosts.running] == [3]
+    hosts.says.clear()
+    assert launch(plan, folder).result == "started"
+    assert len(hosts.running) == 4
+
+
 def test_after_its_end_it_is_launched_again(hosts, folder, plan):
     launch(plan, folder)
+    hosts.running.clear()
     hosts.says["status"] = Outcome(0, stdout=b"absent\n")
     assert launch(plan, folder).result == "failed"  # status: absent
     del hosts.says["status"]
@@ -250,11 +325,79 @@ def test_a_gate_cleans_after_a_gate(hosts, folder, plan):
     assert launch(plan, folder, "gate").cleaned == [left]
 
 
-def test_hosts_that_left_the_profile_are_named(hosts, folder, plan, make_rank, make_plan):
-    gone = make_rank(4, transport=SshTransport(address="old"))
-    interrupted(folder, make_plan(*plan.ranks, gone), "start")
-    done = launch(plan, folder)
-    assert [w for w in done.warnings if "rank 4 on ssh old:22" in w and "look there" in w]
+@pytest.fixture
+def moved(make_plan, make_rank):
+    """A plan of two ranks, and the same once its second rank has moved."""
+    old, new = (make_rank(1, transport=SshTransport(address=name)) for name in ("old", "new"))
+    return make_plan(make_rank(0), old), make_plan(make_rank(0), new)
+
+
+def silent_where_old(rank):
+    old = rank.transport.kind == "ssh" and rank.transport.address == "old"
+    return Outcome(None, problem="lost", detail="gone") if old else OK
+
+
+@pytest.mark.parametrize("ranks", [1, 2], ids=["removed", "moved"])
+def test_stop_ends_what_was_started(hosts, folder, moved, ranks):
+    before, after = moved
+    first = launch(before, folder)
+    after = after.model_copy(update={"ranks": after.ranks[:ranks]})
+    done = launch(after, folder, "stop")
+    assert (done.result, done.cleaned, hosts.running) == ("stopped", [first.id], set())
+    assert [r.where for r in done.ranks[ranks:]] == ["ssh old:22"]
+    calls = len(hosts.calls)
+    assert launch(after, folder, "stop").result == "stopped"
+    assert len(hosts.calls) - calls == ranks  # it is not asked again
+
+
+def test_stop_says_so_where_the_old_host_is_silent(hosts, folder, moved):
+    before, after = moved
+    launch(before, folder)
+    hosts.says["cleanup"] = silent_where_old
+    done = launch(after, folder, "stop")
+    assert done.result == "refused" and "rank 1 on host2: lost" in done.why
+
+
+def test_launch_refuses_while_the_engine_runs_on_a_host_that_left(hosts, folder, moved):
+    before, after = moved
+    first = launch(before, folder)
+    hosts.running = {r for r in hosts.running if r[1] == 1}
+    with pytest.raises(LaunchError, match=f"since launch {first.id}: rank 1 on host2"):
+        launch(after, folder)
+
+
+def test_a_host_that_left_and_is_no_more_stops_no_launch(hosts, folder, moved):
+    before, after = moved
+    first = launch(before, folder)
+    hosts.running.clear()
+
+    hosts.says["engines"] = hosts.says["cleanup"] = silent_where_old
+    done = launch(after, folder)
+    assert (done.result, done.cleaned) == ("started", [])
+    [warned] = [w for w in done.warnings if "rank 1 on ssh old:22" in w]
+    assert first.id in warned and "look there" in warned
+
+
+def test_stop_needs_no_whole_plan(hosts, folder, plan):
+    launch(plan, folder)
+    bare = [planning.to_end(r.rank, "p", r.host, r.transport, r.runtime) for r in plan.ranks]
+    known = {"profile": "p", "profile_key": "", "runtime_key": "", "base": ""}
+    done = launch(LaunchPlan.model_construct(**known, ranks=tuple(bare)), folder, "stop")
+    assert (done.result, hosts.running) == ("stopped", set())
+
+
+def test_a_damaged_receipt_stops_a_launch_alone(hosts, folder, plan, make_plan, make_rank):
+    first = launch(plan, folder)
+    path = folder.path / f"{first.id}.json"
+    path.write_text(path.read_text().replace('"schema": 1', '"schema": 2'))
+    with pytest.raises(LaunchError, match="is damaged"):
+        launch(plan, folder)
+    assert launch(plan, folder, "gate").result == "passed"
+    done = launch(plan, folder, "stop")
+    assert (done.result, hosts.running) == ("stopped", set())
+    assert [w for w in done.warnings if first.id in w]
+    other = make_plan(make_rank(), profile="other")
+    assert launch(other, folder).result == "started"
 
 
 @pytest.mark.parametrize("stage", ["clean", "gate", "stage", "start", "end"])
@@ -269,7 +412,7 @@ def test_a_receipt_that_cannot_be_written_starts_nothing(hosts, folder, plan, mo
     monkeypatch.setattr(folder, "update", full)
     with pytest.raises(LaunchError, match="no space left"):
         launch(plan, folder)
-    [kept] = folder.of("p")
+    [[kept], _] = folder.of("p")
     assert kept.result is None
     started = stage == "end"
     assert ("engine" in hosts.purposes()) == started
@@ -277,14 +420,36 @@ def test_a_receipt_that_cannot_be_written_starts_nothing(hosts, folder, plan, mo
         assert [c for c in hosts.calls if c[0] == "stop"] == [("stop", n) for n in range(4)]
 
 
+SECRET = 'hf_"abcdefgh'  # a report has it with a backslash
+
+
 def test_secrets_are_not_kept(hosts, folder, make_plan, make_rank, monkeypatch):
-    """A value that is passed by name is in no command; an output that shows it is cleaned."""
-    monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh")
-    plan = make_plan(make_rank(pass_env=("HF_TOKEN",), staging=(("stage", "0"),)))
-    hosts.says["stage", 0] = Outcome(1, stderr=b"token hf_abcdefgh\n")
-    done = launch(plan, folder)
+    """A value that is passed by name is in no command; wherever an answer shows it, it is
+    hidden: in outputs, verdicts, reports, engines' last words and warnings."""
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    told = []
+    cut = "x" * (receipt.OUTPUT_HEAD - 9)  # outputs are cut in the midst of it
+
+    def gate_says(rank, launch_id):
+        done = FakeHosts.gate(hosts, rank, launch_id)
+        warning = f'"warnings":[{json.dumps(SECRET)}]'.encode()
+        report = done.stdout.replace(b'"gates"', warning + b',"gates"')
+        return Outcome(0, stdout=report, stderr=f"{cut}{SECRET}{'x' * 10**5}".encode())
+
+    ranks = [make_rank(n, pass_env=("HF_TOKEN",), staging=(("stage", "0"),)) for n in range(2)]
+    hosts.says["gate", 0] = gate_says
+    hosts.says["stage", 0] = Outcome(0, stderr=f"token {SECRET}\n".encode())
+    hosts.says["linger", 0] = Outcome(0, stdout=f"warned of {SECRET}\n".encode())
+    hosts.says["stop", 1] = Outcome(None, problem="lost", detail=f"no {SECRET}")
+    hosts.says["status", 0] = Outcome(0, stdout=f"exited {SECRET}\n".encode())
+    done = launch(make_plan(*ranks), folder, told=lambda rank, line: told.append(line))
     text = (folder.path / f"{done.id}.json").read_text()
-    assert "hf_abcdefgh" not in text and "token [HF_TOKEN]" in text
+    assert done.result == "failed"
+    assert done.ranks[0].report["warnings"] == ["[HF_TOKEN]"]
+    assert done.ranks[1].engine == "may still run: lost: no [HF_TOKEN]"
+    for found in (text, done.text(), *told):
+        assert "abcd" not in found
+    assert "token [HF_TOKEN]" in text and "warned of [HF_TOKEN]" in text
 
 
 def test_check(make_plan, make_rank):
@@ -298,6 +463,10 @@ def test_check(make_plan, make_rank):
         gate.check(make_plan(zero.model_copy(update={"argv": ("x",)})))
     with pytest.raises(LaunchError, match="has no rank"):
         gate.check(make_plan(zero).model_copy(update={"ranks": ()}))
+    with pytest.raises(LaunchError, match="runtime_key is not the plan's"):
+        gate.check(make_plan(zero, make_rank(1, runtime_key="1" * 64)))
+    with pytest.raises(LaunchError, match="does not begin with its model"):
+        gate.check(make_plan(make_rank(0, model="/models/other")))
     for name in ("../x", "a b", ""):
         with pytest.raises(LaunchError, match="profile"):
             gate.check(make_plan(zero, profile=name))

@@ -6,6 +6,7 @@ import re
 import shlex
 
 import pytest
+from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from fork import ROOT, recipe
@@ -217,6 +218,13 @@ def test_base_of_the_recipe_decides_the_rendering(write, tmp_path):
         ('address = "10.0.0.2"', 'address = "10.0.0.1"', ["0 of 10.0.0.1 is rank 0's"]),
         ('B = "2"', 'HF_TOKEN = "x"', ["ranks.0.env", "HF_TOKEN", "pass_env"]),
         ('B = "2"', 'VLLM_API_KEY = "x"', ["VLLM_API_KEY", "pass_env"]),
+        ('B = "2"', 'SSH_KEY_PASSPHRASE = "x"', ["SSH_KEY_PASSPHRASE", "pass_env"]),
+        ('B = "2"', 'TLS_PRIVATE_KEY = "x"', ["TLS_PRIVATE_KEY", "pass_env"]),
+        ('B = "2"', 'HTTPS_PROXY = "http://u:pw9@p:1"', ["HTTPS_PROXY", "login", "pass_env"]),
+        ('B = "2"', 'HTTPS_PROXY = "http://pw9@p:1"', ["HTTPS_PROXY", "login", "pass_env"]),
+        ('recipe = "recipe.json"', 'recipe = "~nosuchuser-/x"', ["~nosuchuser-/x", "home"]),
+        ("schema = 1\n", 'schema = 1\npath = "x"\n', ["path: no such key"]),
+        ("schema = 1\n", f"schema = 1\nx = {'[' * 9999}\n", ["nested"]),
         ('B = "2"', 'HOME = "/x"', ["HOME", "cache"]),
         ('B = "2"', 'CUDA_VISIBLE_DEVICES = "1"', ["CUDA_VISIBLE_DEVICES", "devices"]),
         ('B = "2"', 'B = "a\\nb"', ["ranks.0.env.B"]),
@@ -238,6 +246,57 @@ def test_a_fault_names_file_key_and_remedy(write, old, new, words):
         planning.plan(profile.load(path))
     for word in [*words, str(path)]:
         assert word in str(refusal.value)
+    assert "pw9" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("server", "where"),
+    [
+        ("", ("127.0.0.1", 8000)),
+        ("port = 9000", ("127.0.0.1", 9000)),
+        ('host = "0.0.0.0"', ("127.0.0.1", 8000)),
+        ('host = "::"', ("127.0.0.1", 8000)),
+        ('host = "10.0.0.5"', ("10.0.0.5", 8000)),
+        ('host = "::1"\nport = 9000', ("::1", 9000)),
+    ],
+)
+def test_where_the_engine_answers(plan, server, where):
+    asked = f'[[requests]]\nkind = "server"\n{server}\n' if server else ""
+    (rank,) = plan(ONE.replace("[[ranks]]", f"{asked}[[ranks]]")).ranks
+    assert (rank.ready_host, rank.ready_port) == where
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"image": None},
+        {"venv": "/opt/v"},
+        {"runtime": "venv"},
+        {"starts_engine": False},
+        {"model": "/models/V4.1,readonly=false"},
+        {"checkpoint": "data"},
+        {"devices": ["0,1"]},
+        {"devices": ["/dev/x --privileged"]},
+        {"mounts": [{"source": "/a,target=/b", "target": "/c"}]},
+        {"mounts": [{"source": "/a", "target": "c"}]},
+        {"env": {"A=B": "1"}},
+        {"env": {"A": "1\n2"}},
+        {"pass_env": ["A=1"]},
+        {"cache_volume": "/etc,target=/x"},
+        {"shm_size": "1 --x"},
+        {"gate_timeout_s": 0},
+        {"ready_host": "-x"},
+        {"ready_port": 0},
+        {"staging": [[]]},
+    ],
+)
+def test_an_edited_plan_is_read_as_strictly(plan, change):
+    """What a profile cannot say, a plan's JSON cannot either."""
+    made = json.loads(plan(ONE).model_dump_json())
+    assert LaunchPlan.model_validate(made)
+    made["ranks"][0] |= change
+    with pytest.raises(ValidationError):
+        LaunchPlan.model_validate_json(json.dumps(made))
 
 
 def test_numbers_once_and_without_a_gap(write):

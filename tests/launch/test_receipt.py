@@ -119,14 +119,38 @@ def test_interrupted_until_cleaned():
     assert receipt.interrupted([left, done, other]) == [other]
 
 
-def test_running():
-    started = make(result="started", stage="start")
-    gate = make(kind="gate", result="passed", stage="gate")
-    stopped = make(kind="stop", result="stopped", stage="clean")
-    nothing = make(result="cancelled", stage="intent")
-    assert receipt.running([started, gate, nothing]) == started
-    assert receipt.running([started, stopped]) is None
-    assert receipt.running([stopped, gate]) is None
+def test_not_cleaned():
+    def launched(engine, **changes):
+        known = {"rank": 0, "host": "h", "where": "this host", "runtime": "venv", "image": None}
+        known |= {"argv": [], "argv_sha256": "", "env_sha256": "", "env": [], "engine": engine}
+        return make(**{"ranks": [receipt.RankRecord(**known)], "result": "started", **changes})
+
+    started, stuck = launched("started"), launched("may still run: lost", result="failed")
+    ended, gate = launched("stopped", result="failed"), make(kind="gate", result="passed")
+    left, refused = make(), launched(None, result="refused")
+    assert receipt.not_cleaned([started, stuck, ended, gate, left, refused]) == [
+        started,
+        stuck,
+        left,
+    ]
+    stopped = make(kind="stop", result="stopped", cleaned=[started.id, left.id])
+    assert receipt.not_cleaned([started, stuck, left, stopped]) == [stuck]
+
+
+def test_of_passes_over_what_it_cannot_read(folder):
+    """Others' receipts are no matter; one that may be the profile's own is told."""
+    mine, others = make(), make(profile="q")
+    for found in (mine, others):
+        folder.create(found)
+    newer, empty, broken = (receipt.new_id() for _ in range(3))
+    (folder.path / f"{newer}.json").write_text('{"schema": 9, "profile": "p"}')
+    (folder.path / f"{empty}.json").touch()
+    (folder.path / f"{broken}.json").write_text('{"schema": 1, "profile": "q", ')
+    found, damaged = folder.of("p")
+    assert found == [mine]
+    assert [newer in str(error) or empty in str(error) for error in damaged] == [True] * 2
+    found, damaged = folder.of("r")
+    assert found == [] and empty in str(damaged[0]) and len(damaged) == 1
 
 
 def test_outputs_are_bounded_from_both_ends():

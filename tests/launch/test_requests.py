@@ -190,6 +190,16 @@ def test_ranks_differ_in_their_number_alone():
         ([Extra(arguments=("--api-key", "x"))], ("secret", "pass_env")),
         ([Extra(arguments=("--api-key=x",))], ("secret", "pass_env")),
         ([Extra(arguments=("--hf-token", "x"))], ("secret", "pass_env")),
+        # where the engine answers, as a launch asks it
+        ([Extra(arguments=("--port", "9000"))], ("kind 'server'",)),
+        ([Extra(arguments=("--host=10.0.0.5",))], ("kind 'server'",)),
+        ([Extra(arguments=("--uds", "/x"))], ("kind 'server'",)),
+        ([Extra(arguments=("--grpc",))], ("HTTP",)),
+        ([Extra(arguments=("--ssl-keyfile", "/x"))], ("TLS",)),
+        ([Extra(arguments=("--ssl_certfile=/x",))], ("TLS",)),
+        ([Extra(arguments=("--enable-ssl-refresh",))], ("TLS",)),
+        ([Extra(arguments=("--otlp-traces-endpoint", "http://u:hunter2@h/x"))], ("login",)),
+        ([Extra(arguments=("--otlp-traces-endpoint=http://u:hunter2@h",))], ("--otlp", "login")),
         ([Extra(arguments=("--", "x"))], ("'--'",)),
         ([Extra(arguments=("x",))], ("second model",)),
     ],
@@ -200,10 +210,18 @@ def test_contradictions_are_named(made, words):
     assert all(word in found[0] for word in words)
 
 
+def test_what_an_argument_says_is_not_repeated():
+    made = [KvCache(dtype="fp8"), Extra(arguments=("--api-key=hunter2", "--block-size=hunter2"))]
+    found = conflicts(made, V33)
+    assert len(found) == 2 and "--api-key" in found[0] and "--block-size" in found[1]
+    assert "hunter2" not in "".join(found)
+
+
 @pytest.mark.parametrize(
     "made",
     [
         [IMAGES, ImageLimit(images=1)],
+        [Extra(arguments=("--otlp-traces-endpoint", "http://h:4317/a@b"))],  # no login
         [TEXT, HfOverrides(values={"vision_max_n_token": 0})],
         [Extra(arguments=("--max-num-seqs", "2"))],  # nobody else asks for it
         [Extra(arguments=("--kv-cache-dtype", "fp8", "--rope-scaling.factor", "-1"))],
@@ -235,6 +253,7 @@ ADAPTER = TypeAdapter(AnyRequest)
         ({"kind": "kv_cache", "gpu_memory_utilization": 1.5}, "less than"),
         ({"kind": "server", "port": 80}, "1024"),
         ({"kind": "server", "host": "-h"}, "pattern"),
+        ({"kind": "server", "host": "h/x"}, "pattern"),
         ({"kind": "parallel", "tensor": 4, "nnodes": 4}, "master_address"),
         ({"kind": "parallel", "tensor": 4, "master_address": "h"}, "nnodes"),
         ({"kind": "parallel", "tensor": 3, "nnodes": 2, "master_address": "h"}, "do not divide"),

@@ -2,17 +2,23 @@
 """Pins a rank's commands: the box of gate and engine, and, run for real with a stand-in
 virtual environment, the gate's frame, its time limit, and that nothing is left behind."""
 
+import contextlib
+import http.server
 import json
 import shutil
+import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 import uuid
+from pathlib import Path
 
 import pytest
 
 from sm120_launch import runtime
-from sm120_launch.plan import Image, LocalTransport, Mount, RankPlan
+from sm120_launch.plan import Image, LocalTransport, Mount, RankPlan, SshTransport
 
 DIGEST = "sha256:" + "7" * 64
 ARGV = ("/models/V4.1", "--hf-overrides.a", '"x y"', "$HOME;'", "--", "-m")
@@ -87,7 +93,8 @@ def test_gate_and_engine_get_the_same_box(rank, engine):
     assert same[0] == same[1]
     assert tuple(gate[-len(ARGV) :]) == ARGV
     assert tuple(serve[-len(ARGV) :]) == ARGV
-    assert serve[-len(ARGV) - 1] == "serve" and option(serve, "--entrypoint") == ["vllm"]
+    assert tuple(serve[-len(ARGV) - 3 : -len(ARGV)]) == runtime.SERVE
+    assert option(serve, "--entrypoint") == ["python3"]
     assert "--rm" in gate and "--rm" not in serve and "--detach" in serve
 
 
@@ -157,11 +164,12 @@ sys.stdout.write("SELFTEST PASS")
 sys.exit(int(os.environ.get("EXIT", "0")))
 """
 SERVE = """\
-#!/bin/sh
-echo serving "$@"
-[ -z "$FAIL" ] || exit 3
-setsid sleep 600 &
-exec sleep 600
+import os, subprocess, sys
+print("serving by", sys.prefix, "in", os.listdir(), *sys.argv[1:], flush=True)
+if os.environ.get("FAIL"):
+    sys.exit(3)
+subprocess.Popen(["setsid", "sleep", "600"])
+os.execvp("sleep", ["sleep", "600"])
 """
 
 
@@ -175,10 +183,11 @@ def venv(tmp_path, monkeypatch):
     folder = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     site = next(folder.glob("lib/python*/site-packages"))
-    module = site.joinpath(*runtime.SELFTEST.split(".")).with_suffix(".py")
-    module.parent.mkdir(parents=True)
-    module.write_text(SELFTEST)
-    (folder / "bin/vllm").write_text(SERVE)
+    for name, text in ((runtime.SELFTEST, SELFTEST), (runtime.SERVE[1], SERVE)):
+        module = site.joinpath(*name.split(".")).with_suffix(".py")
+        module.parent.mkdir(parents=True)
+        module.write_text(text)
+    (folder / "bin/vllm").write_text("#!/bin/false\n")  # another environment's, say
     (folder / "bin/vllm").chmod(0o755)
     return str(folder)
 
@@ -259,13 +268,14 @@ def wait_for(command, wanted):
     raise AssertionError(run(command))
 
 
-def test_engine_in_a_venv(in_venv):
+def test_engine_in_a_venv(in_venv, venv):
     made, other = in_venv(), in_venv(rank=0)
     status = runtime.status_command(made, "l1", "engine")
     assert run(status) == (0, "absent\n")
     assert run(runtime.engine_command(made, "l1"))[0] == 0
     wait_for(status, "running\n")
-    wait_for(runtime.logs_command(made, "l1", "engine"), "serving serve " + " ".join(ARGV) + "\n")
+    said = f"serving by {venv} in ['{runtime.name(made, 'l1', 'engine')}.log'] serve "
+    wait_for(runtime.logs_command(made, "l1", "engine"), said + " ".join(ARGV) + "\n")
     # another rank, launch or profile is none of it
     for not_this in (
         runtime.stop_command(other, "l1", "engine"),
@@ -278,6 +288,184 @@ def test_engine_in_a_venv(in_venv):
     # a later launch cleans up, also what left its session
     assert run(runtime.cleanup_command(made))[0] == 0
     assert run(status) == (0, "absent\n")
+
+
+TITLED = """\
+import signal, subprocess, sys
+sys.path.append(sys.argv[1])
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+import setproctitle
+setproctitle.setproctitle(sys.argv[2] + "x" * 4000)
+print("titled", flush=True)
+signal.pause()
+"""
+
+
+def test_a_titled_worker_is_found(in_venv, venv):
+    """setproctitle, which vLLM uses, writes over the environment that /proc shows."""
+    made = in_venv()
+    title = f"VLLM::Worker_{made.profile}"
+    found = Path(pytest.importorskip("setproctitle").__file__)
+    package = str(found.parent if found.name != "__init__.py" else found.parent.parent)
+    site = next(Path(venv).glob("lib/python*/site-packages"))
+    (site / "titled.py").write_text(TITLED)
+    module = site.joinpath(*runtime.SERVE[1].split(".")).with_suffix(".py")
+    module.write_text(
+        "import subprocess, sys\n"
+        f"command = [sys.executable, '-m', 'titled', {package!r}, {title!r}]\n"
+        "subprocess.Popen(command, start_new_session=True)\n"
+    )
+    run(runtime.engine_command(made, "l1"))
+    wait_for(runtime.logs_command(made, "l1", "engine"), "titled\n")
+    status = runtime.status_command(made, "l1", "engine")
+    assert run(status) == (0, "running\n")  # although the first process has ended
+    assert run(runtime.engines_command(made))[1] == f"{runtime.name(made, 'l1', 'engine')}\n"
+    assert processes(title) == 1
+    assert run(runtime.stop_command(made, "l1", "engine"))[0] == 0
+    assert processes(title) == 0
+
+
+def processes(title):
+    """How many have a title that begins so."""
+    found = 0
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found += path.read_bytes().startswith(title.encode())
+    return found
+
+
+def test_engines_that_run(in_venv):
+    """Of whatever launch; another rank, profile or a gate is none of them."""
+    made = in_venv()
+    asked = runtime.engines_command(made)
+    assert run(asked) == (0, "")
+    for launch in ("l1", "l2"):
+        run(runtime.engine_command(made, launch))
+    gate = subprocess.Popen(
+        runtime.gate_command(in_venv(env={"MODE": "hang"}), "l3"), stdout=subprocess.DEVNULL
+    )
+    wait_for(runtime.status_command(made, "l3", "gate"), "running\n")
+    names = [runtime.name(made, launch, "engine") for launch in ("l1", "l2")]
+    wait_for(asked, "".join(f"{name}\n" for name in names))
+    for other in (in_venv(rank=0), in_venv(profile=f"{made.profile}-x")):
+        assert run(runtime.engines_command(other)) == (0, "")
+    run(runtime.stop_command(made, "l1", "engine"))
+    assert run(asked) == (0, f"{names[1]}\n")
+    run(runtime.cleanup_command(made))
+    gate.wait(20)
+    assert run(asked) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("echo sm120.p.l1.r2.engine; echo sm120.p.l2.r2.gate", (0, "sm120.p.l1.r2.engine\n")),
+        ("echo sm120.p.l1.r2.gate", (0, "")),
+        (":", (0, "")),
+        ("exit 125", (125, "")),  # not known is not none
+    ],
+)
+def test_engines_that_run_in_containers(rank, tmp_path, monkeypatch, script, said):
+    engine = tmp_path / "podman"
+    asked = "ps --filter label=sm120.rank=p/2 --format {{.Names}}"
+    engine.write_text(f'#!/bin/sh\n[ "$*" = "{asked}" ] || exit 9\n{script}\n')
+    engine.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert run(runtime.engines_command(rank())) == said
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert run(runtime.engines_command(rank()))[0] == 127
+
+
+def test_who_answers_on_the_port(in_venv, rank):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        port = other.getsockname()[1]
+        asked = runtime.port_command(in_venv(ready_port=port), "l1")
+        assert run(asked)[0] == 0
+        other.listen()
+        assert run(asked)[0] == 1
+        elsewhere = in_venv(ready_port=port, ready_host="127.0.0.77")
+        assert run(runtime.port_command(elsewhere, "l1"))[0] == 0
+    assert runtime.port_command(rank(), "l1") is None
+    assert runtime.port_command(rank(ready_port=8000, network="none"), "l1") is None
+    box = runtime.port_command(rank(ready_port=8000), "l1")
+    assert option(box, "--network") == ["host"] and option(box, "--entrypoint") == ["python3"]
+    assert box[-2:] == ["127.0.0.1", "8000"] and "--rm" in box
+
+
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+
+
+class SixServer(http.server.HTTPServer):
+    address_family = socket.AF_INET6
+
+
+@pytest.mark.parametrize(
+    ("kind", "host"), [(http.server.HTTPServer, "127.0.0.5"), (SixServer, "::1")]
+)
+def test_health_is_asked_for_where_the_engine_answers(in_venv, kind, host):
+    try:
+        server = kind((host, 0), Health)
+    except OSError:
+        pytest.skip(f"no {host} here")
+    with server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        made = in_venv(ready_port=server.server_port, ready_host=host)
+        assert run(runtime.ready_command(made, "l1"))[0] == 0
+        other = in_venv(ready_port=server.server_port, ready_host="127.0.0.6")
+        assert run(runtime.ready_command(other, "l1"))[0] != 0
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("uid", "loginctl", "code", "word"),
+    [
+        (0, "echo Linger=no", 0, ""),
+        (1000, "echo Linger=yes", 0, ""),
+        (1000, "echo Linger=no", 1, "loginctl enable-linger somebody"),
+        (1000, "exit 1", 0, "does not say"),
+        (1000, None, 0, "does not say"),
+    ],
+)
+def test_containers_that_would_end_with_the_login(
+    rank, tmp_path, monkeypatch, uid, loginctl, code, word
+):
+    made = rank(transport=SshTransport(address="h"))
+    programs = {"id": f'[ "$1" = -u ] && echo {uid} || echo somebody'}
+    if loginctl is not None:
+        programs["loginctl"] = f'[ "$*" = "show-user somebody -p Linger" ] || exit 9\n{loginctl}'
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found, said = run(runtime.linger_command(made))
+    assert found == code and word in said and bool(said) == bool(word)
+
+
+def test_what_outlives_a_login_is_not_asked_about(rank):
+    ssh = SshTransport(address="h")
+    assert runtime.linger_command(rank()) is None
+    assert runtime.linger_command(rank(runtime="docker", transport=ssh)) is None
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGHUP])
+def test_a_gate_that_is_cancelled_leaves_no_folder(in_venv, tmp_path, monkeypatch, end):
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    made = in_venv(env={"MODE": "hang"})
+    gate = subprocess.Popen(runtime.gate_command(made, "l1"), stdout=subprocess.DEVNULL)
+    while not list(tmp_path.glob("tmp/*/report")):
+        assert gate.poll() is None
+        time.sleep(0.05)
+    if end == signal.SIGTERM:
+        assert run(runtime.stop_command(made, "l1", "gate"))[0] == 0
+    else:  # the connection was cut
+        gate.send_signal(end)
+    assert gate.wait(20) == 143
+    assert list(tmp_path.glob("tmp/*")) == []
 
 
 def test_engine_that_fails(in_venv):

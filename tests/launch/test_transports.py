@@ -2,16 +2,20 @@
 """One call to a host: outcomes, bounds of time and output, and what ssh is told."""
 
 import importlib.util
+import json
 import os
 import shlex
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from sm120_launch import process, transport, transport_ssh
+from sm120_launch import cluster, process, transport, transport_ray, transport_ssh
+from sm120_launch.launcher import Launch
 from sm120_launch.plan import LocalTransport, RayTransport, SshTransport
+from sm120_launch.receipt import Folder
 
 LOCAL = LocalTransport()
 
@@ -99,6 +103,84 @@ def test_process_travels_alone():
     assert process.Outcome(**plain).exit_code == 3
 
 
+def test_about(monkeypatch):
+    monkeypatch.setenv("VLLM_USE_X", "1")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    said = process.about(("VLLM_USE_", "DG_"))
+    assert (said["prefix"], said["env"].get("VLLM_USE_X")) == (sys.prefix, "1")
+    assert "HF_TOKEN" not in said["env"]
+
+
+def ray_rank(make_rank, number, **changes):
+    fields = {
+        "transport": RayTransport(address="head:6379", node=f"10.0.0.{number}"),
+        "runtime": "venv",
+        "venv": "/opt/v",
+        "image": None,
+        "devices": ("0", "1"),
+        "env": {"VLLM_USE_X": "1", "NCCL_DEBUG": "INFO"},
+    }
+    return make_rank(number, **{**fields, **changes})
+
+
+def ray_node(number, **changes):
+    env = {"VLLM_USE_X": "1"}
+    return {"node": f"10.0.0.{number}", "gpus": 2, "prefix": "/opt/v", "env": env, **changes}
+
+
+def test_the_planned_cluster(make_rank):
+    ranks = [ray_rank(make_rank, n) for n in range(2)]
+    head = ray_node(9, gpus=0, prefix="/usr", env={})
+    assert cluster.compare(ranks, [ray_node(0), ray_node(1), head]) == []
+    box = {"runtime": "podman", "venv": None, "image": make_rank().image}
+    boxed = ray_rank(make_rank, 0, **box, devices=("nvidia.com/gpu=all", "/dev/fuse"))
+    assert cluster.compare([boxed], [ray_node(0, prefix="/usr", env={})]) == []
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"node": "10.0.0.7"}, ["node 10.0.0.7 has 2 GPUs and is no rank's", "is not alive"]),
+        ({"gpus": 8}, ["rank 1's node 10.0.0.1 has 8 GPUs in Ray, planned are 2"]),
+        ({"prefix": "/opt/old"}, ["raylet runs Python of /opt/old, planned is /opt/v"]),
+        ({"env": {}}, ["environment differs from the rank's in VLLM_USE_X"]),
+        ({"env": {"VLLM_USE_X": "0"}}, ["environment differs from the rank's in VLLM_USE_X"]),
+        (
+            {"env": {"VLLM_USE_X": "1", "DG_Y": "1"}},
+            ["environment differs from the rank's in DG_Y"],
+        ),
+    ],
+)
+def test_another_cluster(make_rank, change, said):
+    ranks = [ray_rank(make_rank, n) for n in range(2)]
+    found = cluster.compare(ranks, [ray_node(0), ray_node(1, **change)])
+    assert [x in line for line, x in zip(found, said, strict=True)] == [True] * len(said)
+
+
+def test_cluster_is_asked_before_gate_and_start(
+    fake_hosts, make_rank, make_plan, monkeypatch, tmp_path
+):
+    plan = make_plan(ray_rank(make_rank, 0), ray_rank(make_rank, 1, starts_engine=False))
+    answers = [[ray_node(0), ray_node(1)], [ray_node(0), ray_node(1), ray_node(2)]]
+
+    def nodes(address, prefixes, timeout_s):
+        assert address == "head:6379" and "DG_" in prefixes
+        found = answers.pop(0)
+        return process.Outcome(0, stdout=json.dumps(found).encode())
+
+    monkeypatch.setattr(transport_ray, "nodes", nodes)
+    monkeypatch.setattr(fake_hosts, "inspect_image", lambda rank: process.Outcome(0))
+    done = Launch(plan, Folder(tmp_path), "launch").run()
+    assert answers == [] and "gate" in fake_hosts.purposes()
+    assert "engine" not in fake_hosts.purposes()
+    assert done.result == "refused" and "node 10.0.0.2 has 2 GPUs and is no rank's" in done.why
+    monkeypatch.setattr(transport_ray, "nodes", lambda *a: process.Outcome(None, problem="lost"))
+    fake_hosts.calls.clear()
+    done = Launch(plan, Folder(tmp_path), "gate").run()
+    assert done.result == "refused" and "no answer from head:6379: lost" in done.why
+    assert "gate" not in fake_hosts.purposes()
+
+
 SSH = SshTransport(
     address="spark-1", port=2222, user="me", known_hosts="/k h/%", identity="/keys/id"
 )
@@ -110,6 +192,8 @@ def test_ssh_options():
     options = {command[n + 1] for n, word in enumerate(command) if word == "-o"}
     assert {"StrictHostKeyChecking=yes", "ForwardAgent=no", "BatchMode=yes"} <= options
     assert {"ClearAllForwardings=yes", "UpdateHostKeys=no", "ForwardX11=no"} <= options
+    assert {"GSSAPIDelegateCredentials=no", "Tunnel=no"} <= options
+    assert "NoHostAuthenticationForLocalhost=no" in options
     assert 'UserKnownHostsFile="/k h/%%"' in options
     assert command[-3:-1] == ["--", "spark-1"]
     assert shlex.split(command[-1]) == ["echo", "a b", "$HOME", "'"]

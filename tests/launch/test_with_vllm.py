@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the launcher renders and digests, as the installed vLLM and its self-test see it."""
 
+import ast
 import json
 import os
 import random
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fork import ROOT, geometry, pin
-from sm120_launch import keys, requests
+from sm120_launch import keys, requests, runtime
 from sm120_launch.requests import (
     Context,
     Engram,
@@ -184,6 +185,17 @@ def test_every_rank_asks_for_the_same_modality_and_sees_width_128(asked):
     widths = [r["facts"]["prefill_width"]["value"] for r in result["selftest"]]
     assert widths == [128, 128, 128, 128]
     assert {r["verdict"] for r in result["selftest"]} == {"PASS"}
+
+
+def test_the_engine_s_module_is_what_the_console_script_runs():
+    """And it runs when it is a program: runtime.SERVE is `vllm serve`."""
+    (script,) = metadata.distribution("vllm").entry_points.select(
+        group="console_scripts", name="vllm"
+    )
+    assert script.value == f"{runtime.SERVE[1]}:main"
+    path = metadata.distribution("vllm").locate_file(runtime.SERVE[1].replace(".", "/") + ".py")
+    last = ast.parse(Path(path).read_text()).body[-1]
+    assert ast.unparse(last) == "if __name__ == '__main__':\n    main()"
 
 
 def test_root_is_the_checkouts():
