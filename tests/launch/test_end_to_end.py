@@ -180,7 +180,7 @@ def test_real_selftest_over_ssh(world):
 @needs_vllm
 def test_real_selftest_here_in_a_virtual_environment(world):
     fields = {"transport": LocalTransport(), "runtime": "venv", "venv": sys.prefix, "image": None}
-    fields |= {"mounts": (), "cache_volume": None, "network": "host"}
+    fields |= {"mounts": (), "cache_volume": None, "network": "host", "gate_timeout_s": 500}
     argv = (str(geometry.MODEL), *argv_of(0, 1)[1:])
     plan = world.plan_of(world.rank(0, argv=argv, model=argv[0], env=SWITCHES, **fields))
     _asked_and_not_run(world, world.run("launch", plan), plan)
