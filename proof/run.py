@@ -163,14 +163,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"checkpoints ready after {time.monotonic() - begun:.0f} s", flush=True)
         report.add_digests(runner.work / "results", digests)
     try:
-        for number, job in enumerate(todo):
+        for job in todo:
             runner.wait(args.jobs)
             if time.monotonic() + _START_SECONDS > until:
                 break
             runner.start(job)
-            # The first compiles kernels that the others then find.
-            if number == 0 and args.first:
-                time.sleep(args.first)
         runner.wait(1)
     finally:
         runner.close()
@@ -202,14 +199,13 @@ def main() -> None:
     home = Path.home()
     parser.add_argument("--local", action="store_true", help="the installed fork alone")
     parser.add_argument("--work", type=Path, default=Path(".proof"), help="results, checkpoints")
-    parser.add_argument("--jobs", type=int, help="engines at once (default 1, unpacked: 6)")
+    parser.add_argument("--jobs", type=int, help="engines at once (default 8; 1 with --local)")
     parser.add_argument("--seconds", type=float, default=24 * 3600, help="stop after so long")
     parser.add_argument("--arms", nargs="+", choices=arms.ARMS)
     parser.add_argument("--setups", nargs="+", choices=SETUPS, default=list(SETUPS))
     parser.add_argument("--out", type=Path, help="leave proof.tar.xz there too")
-    parser.add_argument("--first", type=float, default=0, help="seconds the first starts ahead")
-    parser.add_argument("--site", type=Path, default=home / "engine-site")
-    parser.add_argument("--stock", type=Path, default=home / "engine-stock")
+    parser.add_argument("--site", type=Path, default=home / "engine-site", help="the fork's vllm")
+    parser.add_argument("--stock", type=Path, default=home / "engine-stock", help="upstream's vllm")
     args = parser.parse_args()
     if args.local or not args.stock.is_dir():
         if not args.local:
@@ -219,7 +215,7 @@ def main() -> None:
             )
         args.site = args.stock = None
     args.arms = args.arms or list(LOCAL if args.local else arms.ARMS)
-    args.jobs = args.jobs or (1 if args.local else 6)
+    args.jobs = args.jobs or (1 if args.local else 8)
     if shutil.which("nvidia-smi") is None:
         sys.exit("error: no NVIDIA GPU here (no nvidia-smi)")
     sys.exit(run(args))

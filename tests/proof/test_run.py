@@ -385,7 +385,7 @@ def test_defaults(monkeypatch, tmp_path, local):
     assert args.arms == (list(run.LOCAL) if local else list(arms.ARMS))
     assert args.setups == ALL
     assert args.stock == (None if local else tmp_path)
-    assert args.jobs == (1 if local else 6)
+    assert args.jobs == (1 if local else 8)
 
 
 @pytest.mark.parametrize("option", ["--arms", "--setups"])
