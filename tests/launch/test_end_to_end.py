@@ -234,11 +234,17 @@ def test_docker(world):
     world.hosts = dataclasses.replace(world.hosts, environment=environment)
     try:
         world.wait_for((world.folder / "podman.sock").exists)
-        fields = {"runtime": "docker", "transport": LocalTransport()}
+        fields = {"runtime": "docker", "transport": LocalTransport(), "gate_timeout_s": 20}
         plan = world.plan(ranks=2, **fields)
-        done = world.run("launch", plan)
+        for _ in range(3):
+            done = world.run("launch", plan)
+            # Podman's service loses a container's end now and then (seen once in a few runs,
+            # beside others): then the gate has no answer and nothing is started.
+            if done.returncode == 0 or "NO ANSWER timed out" not in done.stderr:
+                break
+            assert not world.witnessed("engine")
         assert done.returncode == 0, done.stdout + done.stderr
-        assert len(world.witnessed("gate")) == len(world.witnessed("engine")) == 2
+        assert len(world.witnessed("gate")) in (2, 4, 6) and len(world.witnessed("engine")) == 2
         assert len(world.containers()) == 2
         assert world.run("stop", plan).returncode == 0
         assert world.containers() == []
