@@ -109,8 +109,12 @@ def why(outcome: Outcome) -> str:
 
 
 def judge(outcome: Outcome, rank: RankPlan, launch_id: str) -> Verdict:
-    """The verdict on one gate's output. Never raises."""
-    if outcome.problem:
+    """The verdict on one gate's output. Never raises.
+
+    An output that is whole is an answer also where what ran the gate lingers after it: the
+    frame ends with the self-test's own exit status.
+    """
+    if outcome.problem and outcome.problem != "lingers":
         reason = f"{outcome.problem}: {outcome.detail}" if outcome.detail else outcome.problem
         return Verdict(label="NO ANSWER", reason=one_line(reason))
     try:
@@ -122,12 +126,13 @@ def judge(outcome: Outcome, rank: RankPlan, launch_id: str) -> Verdict:
             label="NO ANSWER", reason=one_line(f"exit {outcome.exit_code}, {error}{said}")
         )
     line = own.rstrip(b"\n").rpartition(b"\n")[2]
-    if (outcome.exit_code, status) in ((1, 1), (2, 2)):
+    exit_code = status if outcome.problem else outcome.exit_code
+    if (exit_code, status) in ((1, 1), (2, 2)):
         return _refused(line, report_text, status)
     report: dict[str, Any] | None = None
     try:
-        if outcome.exit_code != 0 or status != 0:
-            raise _Unbelievable(f"exit {outcome.exit_code}, the self-test's own {status}")
+        if exit_code != 0 or status != 0:
+            raise _Unbelievable(f"exit {exit_code}, the self-test's own {status}")
         if line != PASS_LINE.encode():
             raise _Unbelievable(f"exit 0, but the last line is {one_line(line)!r}")
         report = _parse(report_text)

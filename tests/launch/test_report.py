@@ -112,6 +112,13 @@ def test_a_problem_of_the_way_is_a_no(rank, problem):
     assert (verdict.label, verdict.reason) == ("NO ANSWER", f"{problem}: why")
 
 
+@pytest.mark.parametrize("status, label", [(0, "PASS"), (1, "NO ANSWER"), (137, "NO ANSWER")])
+def test_a_whole_answer_whose_end_was_not_heard(rank, status, label):
+    whole = framed(body=good(rank), status=status)
+    assert judge(rank, whole, None, problem="lingers").label == label
+    assert not judge(rank, whole + b"more\n", None, problem="lingers").passed
+
+
 def test_frame_of_another_launch(rank):
     other = framed(body=good(rank), launch_id="20261130-200000-000000-000001")
     assert not judge(rank, other).passed
