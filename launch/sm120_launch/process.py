@@ -26,7 +26,7 @@ _TICK = 0.2
 _DRAIN_S = 2.0
 # What has said its last line ends soon, or its end is lost: docker's client now and then
 # does not hear that a container is gone.
-_LINGER_S = 15.0
+_LINGER_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def run(
         cancelled: ends the command when set.
         on_line: is told the latest whole line of stdout or stderr, now and then.
         last_line: how the line of stdout begins after which nothing more is waited for but
-            the end, and for that 15 s at most.
+            the end, and for that 30 s at most.
     """
     begun = time.monotonic()
     try:

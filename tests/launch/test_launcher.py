@@ -109,7 +109,7 @@ def test_a_gate_that_did_not_end_is_ended_by_name(hosts, folder, plan):
 def _lingers(hosts, folder, plan):
     def gate_(rank, launch_id):
         said = hosts.gate(rank, launch_id).stdout
-        return Outcome(None, stdout=said, problem="lingers", detail="no end 15 s after")
+        return Outcome(None, stdout=said, problem="lingers", detail="no end 30 s after")
 
     hosts.says["gate", 2] = gate_
     return launch(plan, folder)
