@@ -253,7 +253,8 @@ with N the number of patches, then rebase onto upstream's main. Before you send 
 1. Read every line, run the tests, and run a model end to end on an SM12x GPU: the project
    that made this series had none.
 2. Look for duplicates again (`gh pr list --search`), see below.
-3. `pre-commit run --all-files`; its SPDX hook adds a copyright line to the new module.
+3. `pre-commit run --all-files`: it moves one import in `attention.py`, and adds blank lines to
+   docstrings and a copyright line to the new module.
 4. `sm120_compressed_pages.py` asks for a layout switch, VLLM_SM120_KV_LAYOUT, that this series
    does not bring: the default is what the series means, and the branch can go.
 5. Say in the pull request which AI assistance was used, and mark the commits, as upstream's

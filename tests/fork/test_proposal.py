@@ -4,6 +4,8 @@
 import os
 import shutil
 import subprocess
+import tarfile
+from pathlib import Path
 
 import pytest
 
@@ -36,11 +38,14 @@ def repository(folder):
 
 
 def contents(folder):
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file() and path.relative_to(folder).parts[0] != ".git"
-    }
+    """Every file but git's own, which git tidies up in the background."""
+    found = {}
+    for top, folders, names in os.walk(folder):
+        if ".git" in folders:
+            folders.remove(".git")
+        for path in (Path(top) / name for name in names):
+            found[path.relative_to(folder).as_posix()] = path.read_bytes()
+    return found
 
 
 @pytest.fixture
@@ -181,6 +186,23 @@ def test_results_must_tell_the_two_apart(tiny_pin, monkeypatch, without, fixed, 
 def test_every_member_is_proposed_or_kept_for_a_reason():
     assert sorted([*patches.PROPOSED, *patches.KEPT]) == sorted(patches.SERIES)
     assert all((proposal.TESTS / name).is_file() for name in patches.PROPOSED_TESTS)
+
+
+def test_sources(tiny_pin, tmp_path, monkeypatch, tree):
+    """The source distribution, unpacked; where none is pinned, the wheel."""
+    archive = tmp_path / "wheels" / "digest" / "vllm-0.33.0.tar.gz"
+    archive.parent.mkdir(parents=True)
+    (tree.root / "tests").mkdir()
+    with tarfile.open(archive, "w:gz") as file:
+        file.add(tree.root, "vllm-0.33.0")
+    monkeypatch.setenv("SM120_FORK_CACHE", str(tmp_path))
+    monkeypatch.setattr(fetch, "upstream_sdist", lambda *a: archive)
+    found = proposal.sources(tiny_pin)
+    assert contents(found.root) == contents(tree.root) and found.version == "0.33.0"
+    monkeypatch.setattr(fetch, "upstream_sdist", lambda *a: None)
+    monkeypatch.setattr(fetch, "upstream_wheel", lambda *a: "the wheel")
+    monkeypatch.setattr(proposal, "WheelTree", lambda path: path)
+    assert proposal.sources(tiny_pin) == "the wheel"
 
 
 @pytest.mark.bases
