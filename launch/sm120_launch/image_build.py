@@ -97,7 +97,10 @@ class Build:
             "WHEEL": self.wheel.name,
             "VERSION": self.wheel.name.split("-")[1],
         }
-        out = [self.engine, "build", "--network", "none", "--file", f"{context}/Dockerfile"]
+        # podman's cache does not see what RUN mounts: another wheel of that name and key would
+        # give the old image.
+        out = [self.engine, "build", "--no-cache", "--network", "none"]
+        out += ["--file", f"{context}/Dockerfile"]
         out += ["--platform", self.platform] if self.platform else []
         if self.engine == "podman":  # its own format has no health check
             out += ["--format", "docker"]

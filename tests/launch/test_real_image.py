@@ -22,6 +22,7 @@ from packaging.version import Version
 
 from fork import ROOT, pin, record, series, wheel
 from sm120_launch import images
+from tests.launch.conftest import KEY, STANDIN
 from tests.launch.small_wheel import small_wheel
 
 UID = "2000"
@@ -147,20 +148,21 @@ def test_the_image(hosts, base, launch, tmp_path):
         run_in(hosts, reference, "python3", "-c", f"open('/cache/{name}', 'x')", options=box)
     assert run_in(hosts, reference, "ls", "/cache", options=box).split() == ["one", "two"]
 
-    assert launch("check", "--images", file).returncode == 0
-    again = tmp_path / "again.toml"
-    assert launch("record", reference, "--images", again).returncode == 0
-    assert images.load(again)[0].digest == added.digest
-    hosts.podman("rmi", "--force", reference)
-    assert launch("check", "--images", file).returncode == 1
-
-    # a wheel that is not what its recipe says ends the build, and adds no row
+    # a wheel that is not what its recipe says ends the build, and adds no row, also where a
+    # good one of that name and key was built before
     (tmp_path / "other").mkdir()
     broken = {"vllm/_version.py": b"__version__ = '0'\n"}
     arguments[2] = small_wheel(tmp_path / "other" / built.name, tag=TAG, **broken)
     done = launch(*arguments, "--name", "localhost/broken")
     assert done.returncode == 2 and "does not say" in done.stderr
     assert len(images.load(file)) == 1
+
+    assert launch("check", "--images", file).returncode == 0
+    again = tmp_path / "again.toml"
+    assert launch("record", reference, "--images", again).returncode == 0
+    assert images.load(again)[0].digest == added.digest
+    hosts.podman("rmi", "--force", reference)
+    assert launch("check", "--images", file).returncode == 1
 
 
 @pytest.mark.slow
@@ -191,6 +193,33 @@ def test_health_check_of_a_running_container(hosts, base, launch, tmp_path):
             hosts.podman("exec", "--env", url, "health", *check[1:])
     finally:
         hosts.podman("rm", "--force", "--time", "0", "health")
+
+
+@pytest.mark.slow
+def test_gate_and_engine_run_as_the_image_s_user(world, base, launch):
+    """A launch with an image of docker/Dockerfile: what the gate left in the cache volume is
+    there for the engine, and neither is root."""
+    selftest = (STANDIN / "selftest.py").read_bytes()
+    changes = {
+        "vllm/models/deepseek_v41/nvidia/sm120_decode_shape_selftest.py": (
+            b"open('/cache/compiled', 'x').close()\n" + selftest
+        ),
+        "vllm/entrypoints/cli/main.py": (
+            f"import os\nassert os.getuid() == {UID} and os.path.exists('/cache/compiled')\n{SERVE}"
+        ).encode(),
+    }
+    built = small_wheel(world.folder / f"vllm-0.33.0+sm120.1-{TAG}.whl", tag=TAG, **changes)
+    file = world.folder / "images.toml"
+    arguments = ["build", "--wheel", built, "--base", base.reference, "--images", file]
+    done = launch(*arguments, "--name", "localhost/launched")
+    assert done.returncode == 0, done.stderr[-3000:]
+    env = {"HOME": "/cache", "STANDIN_KEY": KEY, "WITNESS": "/witness/log"}
+    plan = world.plan(ranks=1, image=images.load(file)[0].image, env=env)
+    world.witness.chmod(0o777)
+    done = world.run("launch", plan)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [rank["verdict"] for rank in json.loads(done.stdout)["ranks"]] == ["PASS"]
+    assert world.run("stop", plan).returncode == 0
 
 
 @pytest.mark.slow
