@@ -217,7 +217,7 @@ def export(
 
     if upstream:
         if members:
-            raise typer.BadParameter("--upstream has its own members (patches/__init__.py)")
+            raise typer.BadParameter("--upstream has its own members (fork/proposal.py)")
         with err.status("starting") as spinner:
             written = proposal.export(pin.load(), folder, base, test, say=spinner.update)
     else:

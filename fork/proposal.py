@@ -4,7 +4,7 @@
     0001-Bugfix-….patch … 000N-Test-….patch   for `git am` on the release's own sources
     cover-letter.md                           the pull request's text, and what to do first
 
-What is proposed, and why the rest is not, is in patches/__init__.py. A fix is one commit,
+``PROPOSED`` and ``KEPT`` say what is proposed, and why the rest is not. A fix is one commit,
 the tests are another. Neither author nor sign-off is the person's yet: both are a
 statement that only the person can make.
 """
@@ -20,11 +20,31 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-import patches
 from fork import ROOT, ForkError, fetch, geometry, history, pin, series
 from fork.patch import Patch
 from fork.series import Changes
 from fork.tree import FolderTree, Tree, WheelTree
+
+PROPOSED = ("sm120_swa_page_block_size", "sm120_compressed_page_states")
+"""The bug fix, and nothing that it does not need."""
+
+KEPT = {
+    "sm120_kv_layout": (
+        "it gives the fix back its memory cost (3240 to 1800 B per token of context) by a "
+        "general rule in the KV cache planner, a change to core files for every model: a "
+        "proposal of its own, once the fix is in, after an RFC"
+    ),
+    "sm120_page_geometry_check": (
+        "it guards this fork's own edits at start-up; upstream's tests do that for upstream"
+    ),
+    "sm120_decode_shape_selftest": (
+        "a feature of its own, thousands of lines, which a bug fix must not carry along"
+    ),
+}
+"""What is not proposed, and why."""
+
+PROPOSED_TESTS = ("v1/attention/test_deepseek_v41_sm120_pages.py",)
+"""Below tests/upstream/ here, below tests/ there, the same bytes."""
 
 TESTS = ROOT / "tests" / "upstream"
 """Has the proposed tests, at the path that they get below upstream's ``tests/``."""
@@ -70,7 +90,7 @@ class Results:
 
 def tests() -> Changes:
     """The proposed tests: upstream's path to bytes."""
-    return {f"tests/{name}": (TESTS / name).read_bytes() for name in patches.PROPOSED_TESTS}
+    return {f"tests/{name}": (TESTS / name).read_bytes() for name in PROPOSED_TESTS}
 
 
 def sources(the_pin: pin.Pin, base: str | None = None) -> Tree:
@@ -121,9 +141,9 @@ def run_tests(the_pin: pin.Pin, chosen: Sequence[Patch], base: str | None = None
 def _pytest(path: Sequence[Path]) -> tuple[int, str]:
     """Exit code and summary of the proposed tests, away from every conftest and setting."""
     with tempfile.TemporaryDirectory() as folder:
-        for name in patches.PROPOSED_TESTS:
+        for name in PROPOSED_TESTS:
             shutil.copy(TESTS / name, folder)
-        names = [Path(name).name for name in patches.PROPOSED_TESTS]
+        names = [Path(name).name for name in PROPOSED_TESTS]
         options = ["-q", "--noconftest", "-p", "no:cacheprovider", "--rootdir", folder]
         command = ["-m", "pytest", *options, *names]
         done: subprocess.CompletedProcess[str] = geometry.child(command, path, cwd=folder)
@@ -176,7 +196,7 @@ def export(
     history.ready(folder)
     if (folder.expanduser() / COVER).exists():
         raise ForkError(f"{folder / COVER} is there already. Give another folder.")
-    chosen = series.members(patches.PROPOSED)
+    chosen = series.members(PROPOSED)
     say("unpacking upstream's sources")
     tree = sources(the_pin, base)
     if test:
@@ -224,7 +244,7 @@ def _filled(text: str) -> str:
 
 def _cover(tree: Tree, chosen: Sequence[Patch], results: Results | None) -> str:
     fixes = "\n".join(f"- {p.title.partition('] ')[2]}" for p in chosen)
-    kept = "\n".join(f"- `{name}`: {why}." for name, why in patches.KEPT.items())
+    kept = "\n".join(f"- `{name}`: {why}." for name, why in KEPT.items())
     return _COVER.format(
         version=tree.version,
         duplicates=DUPLICATES,

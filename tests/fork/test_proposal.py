@@ -73,9 +73,9 @@ def small(tmp_path, monkeypatch, make_patch, use_series, tree):
         ),
         make_patch("other", SetReturn("vllm/worker/run.py", "sizes", old="[64]", new="[1]")),
     )
-    monkeypatch.setattr(patches, "PROPOSED", ("fix_a", "fix_b"))
-    monkeypatch.setattr(patches, "PROPOSED_TESTS", (TEST,))
-    monkeypatch.setattr(patches, "KEPT", {"other": "it is another thing"})
+    monkeypatch.setattr(proposal, "PROPOSED", ("fix_a", "fix_b"))
+    monkeypatch.setattr(proposal, "PROPOSED_TESTS", (TEST,))
+    monkeypatch.setattr(proposal, "KEPT", {"other": "it is another thing"})
     monkeypatch.setattr(proposal, "TESTS", tmp_path / "tests")
     (tmp_path / "tests" / TEST).parent.mkdir(parents=True)
     (tmp_path / "tests" / TEST).write_bytes(TEST_BYTES)
@@ -184,8 +184,8 @@ def test_results_must_tell_the_two_apart(tiny_pin, monkeypatch, without, fixed, 
 
 
 def test_every_member_is_proposed_or_kept_for_a_reason():
-    assert sorted([*patches.PROPOSED, *patches.KEPT]) == sorted(patches.SERIES)
-    assert all((proposal.TESTS / name).is_file() for name in patches.PROPOSED_TESTS)
+    assert sorted([*proposal.PROPOSED, *proposal.KEPT]) == sorted(patches.SERIES)
+    assert all((proposal.TESTS / name).is_file() for name in proposal.PROPOSED_TESTS)
 
 
 def test_sources(tiny_pin, tmp_path, monkeypatch, tree):
@@ -215,7 +215,7 @@ def test_git_am_on_the_real_sources_equals_apply(tmp_path):
     there = repository(shutil.copytree(tree.root, tmp_path / "there"))
     git(there, "am", "-q", *files)
     applied = FolderTree(shutil.copytree(tree.root, tmp_path / "applied"))
-    written = series.apply(applied, series.members(patches.PROPOSED), the_pin)
+    written = series.apply(applied, series.members(proposal.PROPOSED), the_pin)
     (applied.root / recipe.PATH).unlink()
     assert written and contents(there) == contents(applied.root) | proposal.tests()
 
@@ -223,6 +223,6 @@ def test_git_am_on_the_real_sources_equals_apply(tmp_path):
 @pytest.mark.bases
 @pytest.mark.slow
 def test_the_real_tests_fail_without_the_series_and_pass_with_it():
-    chosen = series.members(patches.PROPOSED)
+    chosen = series.members(proposal.PROPOSED)
     found = proposal.run_tests(pin.load(), chosen)
     assert "failed" in found.without and found.fixed.endswith(" passed")
