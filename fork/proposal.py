@@ -127,7 +127,7 @@ def run_tests(the_pin: pin.Pin, chosen: Sequence[Patch], base: str | None = None
     wheel = WheelTree(fetch.upstream_wheel(the_pin, version))
     overlay = geometry.flashinfer_overlay(base_pin)
     trees = (geometry.stock_tree(wheel), geometry.patched_tree(wheel, chosen, the_pin))
-    (_, without), (code, fixed) = (_pytest([tree, *overlay]) for tree in trees)
+    (_, without), (code, fixed) = (run_on([tree, *overlay]) for tree in trees)
     if code or "passed" not in fixed:
         raise ForkError(f"the proposed tests do not pass with the series: {fixed}")
     if "failed" not in without:
@@ -138,8 +138,13 @@ def run_tests(the_pin: pin.Pin, chosen: Sequence[Patch], base: str | None = None
     return Results(version, without, fixed)
 
 
-def _pytest(path: Sequence[Path]) -> tuple[int, str]:
-    """Exit code and summary of the proposed tests, away from every conftest and setting."""
+def run_on(path: Sequence[Path]) -> tuple[int, str]:
+    """Exit code and summary of the proposed tests, in a process of their own, away from
+    every conftest and setting.
+
+    Args:
+        path: what comes before the installed packages, a vLLM for instance.
+    """
     with tempfile.TemporaryDirectory() as folder:
         for name in PROPOSED_TESTS:
             shutil.copy(TESTS / name, folder)

@@ -170,7 +170,7 @@ def test_nothing_is_written_where_a_fix_has_landed_or_drifted(
 )
 def test_results_must_tell_the_two_apart(tiny_pin, monkeypatch, without, fixed, words):
     said = iter([without, fixed])
-    monkeypatch.setattr(proposal, "_pytest", lambda path: next(said))
+    monkeypatch.setattr(proposal, "run_on", lambda path: next(said))
     monkeypatch.setattr(fetch, "upstream_wheel", lambda *a: "wheel")
     monkeypatch.setattr(proposal, "WheelTree", lambda path: path)
     for name in ("need_dependencies", "stock_tree", "patched_tree"):
