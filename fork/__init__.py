@@ -14,6 +14,7 @@ transaction.py  many files written as one, or none
 wheel.py    the patched wheel
 git.py      git without the user's configuration
 history.py  the delta as a git branch, a unified diff, a format-patch series
+proposal.py the bug fix as a series for a person to submit upstream
 geometry.py pages and states that vLLM itself plans, stock and patched
 capacity.py what fits into a KV cache, by layout (kv_capacity.py inside a tree)
 plots.py    geometry and capacity, drawn

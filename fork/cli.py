@@ -201,14 +201,28 @@ def export(
     folder: Annotated[Path, typer.Argument(help="Where the .patch files go.")],
     base: Base = None,
     members: Members = None,
+    upstream: Annotated[
+        bool, typer.Option("--upstream", help="The bug fix alone, for a person to submit.")
+    ] = False,
+    test: Annotated[
+        bool, typer.Option("--tests/--no-tests", help="With --upstream: run its tests first.")
+    ] = True,
 ) -> None:
     """Write a format-patch series: why, upstream reference and test command in each.
 
-    Apply it with `git am --keep-non-patch` to upstream's own tree.
+    Apply it with `git am --keep-non-patch` to upstream's own tree. With --upstream: the fixes,
+    their tests and a cover letter, in upstream's form.
     """
-    from fork import history
+    from fork import history, proposal
 
-    for path in history.export(_upstream(base), _chosen(members), folder):
+    if upstream:
+        if members:
+            raise typer.BadParameter("--upstream has its own members (fork/proposal.py)")
+        with err.status("starting") as spinner:
+            written = proposal.export(pin.load(), folder, base, test, say=spinner.update)
+    else:
+        written = history.export(_upstream(base), _chosen(members), folder)
+    for path in written:
         print(path)
 
 

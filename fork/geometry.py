@@ -107,7 +107,7 @@ def need_dependencies() -> None:
 
 def stock_tree(wheel: WheelTree) -> Path:
     """The upstream sources, unpacked once into the cache."""
-    return _made_once(f"stock-{wheel.version}-{_digest(wheel)}", lambda f: _unpack(wheel, f))
+    return made_once(f"stock-{wheel.version}-{_digest(wheel)}", lambda f: _unpack(wheel, f))
 
 
 def patched_tree(wheel: WheelTree, members: Sequence[Patch], the_pin: pin.Pin) -> Path:
@@ -118,14 +118,14 @@ def patched_tree(wheel: WheelTree, members: Sequence[Patch], the_pin: pin.Pin) -
         shutil.copytree(stock_tree(wheel), folder, copy_function=os.link, dirs_exist_ok=True)
         series.apply(FolderTree(folder), members, the_pin)
 
-    return _made_once(f"patched-{wheel.version}-{_digest(wheel)}-{key[:16]}", make)
+    return made_once(f"patched-{wheel.version}-{_digest(wheel)}-{key[:16]}", make)
 
 
 def _digest(wheel: WheelTree) -> str:
     return wheel.path.parent.name  # the cache names the folder by the wheel's hash
 
 
-def _made_once(name: str, make: Callable[[Path], None]) -> Path:
+def made_once(name: str, make: Callable[[Path], None]) -> Path:
     """A folder under the cache that is whole or absent."""
     folder = fetch.cache_dir() / "trees" / name
     if folder.is_dir():
@@ -245,7 +245,7 @@ def flashinfer_overlay(base_pin: pin.BasePin) -> list[Path]:
         return []
     wheel = fetch.flashinfer_wheel(base_pin)
     name = f"flashinfer-{base_pin.flashinfer}-{wheel.parent.name}"
-    return [_made_once(name, lambda folder: zipfile.ZipFile(wheel).extractall(folder))]
+    return [made_once(name, lambda folder: zipfile.ZipFile(wheel).extractall(folder))]
 
 
 def _installed(project: str) -> str | None:

@@ -165,8 +165,8 @@ class TestMadeOnce:
             made.append(folder)
 
         made = []
-        folder = geometry._made_once("t", make)
-        assert geometry._made_once("t", make) == folder == cached / "trees" / "t"
+        folder = geometry.made_once("t", make)
+        assert geometry.made_once("t", make) == folder == cached / "trees" / "t"
         assert len(made) == 1 and (folder / "f").read_text() == "0"
         assert list(folder.parent.iterdir()) == [folder]
 
@@ -177,9 +177,9 @@ class TestMadeOnce:
             raise error
 
         with pytest.raises(error):
-            geometry._made_once("t", make)
+            geometry.made_once("t", make)
         assert list((cached / "trees").iterdir()) == []
-        assert list(geometry._made_once("t", lambda f: None).iterdir()) == []
+        assert list(geometry.made_once("t", lambda f: None).iterdir()) == []
 
     def test_of_two_makers_the_first_stands(self, cached):
         def inner(folder):
@@ -187,9 +187,9 @@ class TestMadeOnce:
 
         def outer(folder):
             (folder / "by").write_text("outer")
-            geometry._made_once("t", inner)
+            geometry.made_once("t", inner)
 
-        folder = geometry._made_once("t", outer)
+        folder = geometry.made_once("t", outer)
         assert (folder / "by").read_text() == "inner"
         assert list(folder.parent.iterdir()) == [folder]
 
@@ -199,7 +199,7 @@ class TestMadeOnce:
 
         monkeypatch.setattr(os, "replace", full)
         with pytest.raises(OSError, match="no space"):
-            geometry._made_once("t", lambda f: None)
+            geometry.made_once("t", lambda f: None)
         assert list((cached / "trees").iterdir()) == []
 
 
