@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
@@ -19,13 +20,20 @@ from fork import ForkError, fetch, geometry, index, recipe
 from fork.edits import Edit, State
 from fork.patch import Finding, Patch, Standing, Variant, Verdict, examine
 from fork.pin import DEEP_GEMM_INIT, BasePin, Pin
-from fork.tree import Tree, WheelTree
+from fork.tree import Tree, WheelTree, open_tree
 from fork.trial import trial
 
 SCHEMA = 1
 
+_STATES = 64
+"""States in every page of the fork's (sm120_page_geometry.py, STATES_PER_PAGE)."""
+
 SAFE = "text-only safe"
 """The case that must pass once the series is applied (fork/probe.py)."""
+
+
+class NotATree(ForkError):
+    """What was given as a tree cannot be replayed on."""
 
 
 def wheel_of(the_pin: Pin, version: str) -> tuple[WheelTree, BasePin]:
@@ -40,12 +48,23 @@ def wheel_of(the_pin: Pin, version: str) -> tuple[WheelTree, BasePin]:
     return WheelTree(fetch.wheel("vllm", version, wheel)), found
 
 
-def pin_of(the_pin: Pin, tree: Tree) -> BasePin:
-    """What a nightly or a source checkout requires, without wheels of its own.
+def tree_at(path: Path, the_pin: Pin) -> tuple[Tree, BasePin]:
+    """A nightly or a built source checkout, and what it requires.
 
     Raises:
-        ForkError: it names no one FlashInfer.
+        NotATree: nothing of the kind, no version, no one FlashInfer, or patched already.
     """
+    try:
+        tree = open_tree(path)
+        _ = tree.base
+        if tree.read(recipe.PATH) is not None:
+            raise ForkError(f"{tree} carries the fork already. Give upstream's own tree.")
+        return tree, _requires(tree, the_pin)
+    except ForkError as error:
+        raise NotATree(str(error)) from None
+
+
+def _requires(tree: Tree, the_pin: Pin) -> BasePin:
     metadata = (tree.read(f"{tree.dist_info}/METADATA") if tree.dist_info else None) or b""
     lines = re.findall(r"^Requires-Dist: (.+)$", metadata.decode(), re.MULTILINE)
     listed = (tree.read("requirements/cuda.txt") or b"").decode()  # a source checkout
@@ -87,11 +106,9 @@ def replay(
         as ``Trial.arm`` gives them, null without ``run``.
 
     Raises:
-        ForkError: the tree carries the fork already, has no version, or a child died.
+        ForkError: a child died.
     """
     started = time.monotonic()
-    if tree.read(recipe.PATH) is not None:
-        raise ForkError(f"{tree} carries the fork already. Give upstream's own tree.")
     tried = {m.name: _tried(m, tree.base, variants_of) for m in members}
     standings = {name: examine(member, tree, ours=False) for name, member in tried.items()}
     rows = [_row(m, tried[m.name], standings[m.name], tree, variants_of) for m in members]
@@ -200,8 +217,8 @@ def _without(
     return {
         "needed": bool(needed),
         "why": needed,
-        "pages": _pages(plan),
-        "differs": _differs(plan, result["patched"]["plan"]) if fits else [],
+        # Legal or not, these are not the pages that the fork proves.
+        "differs": [_page(r) for r in plan.get("specs", ()) if r["states"] != _STATES],
     }
 
 
@@ -241,11 +258,3 @@ def _problems(result: dict[str, Any]) -> list[str]:
 
 def _page(row: dict[str, Any]) -> str:
     return f"{row['layer_kind']}, ratio {row['tokens_per_state']}: {row['states']} states a page"
-
-
-def _pages(plan: dict[str, Any]) -> list[str]:
-    return [_page(row) for row in plan.get("specs", ())]
-
-
-def _differs(plan: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    return [page for page in _pages(plan) if page not in _pages(other)]
