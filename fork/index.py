@@ -133,7 +133,7 @@ def _resolve(project: str, version: str, platform: str) -> tuple[WheelPin, list[
 
 
 def _pip(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "pip", *arguments, "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
     return subprocess.run(command, capture_output=True, text=True)
 
 
