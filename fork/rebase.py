@@ -173,10 +173,14 @@ def _row(
 
 
 def _edit(finding: Finding, tree: Tree) -> dict[str, Any]:
-    found = {"edit": finding.what, "state": finding.found.state, "found": finding.found.why}
-    if finding.found.state is State.DRIFT and finding.edit is not None:
-        found["now_in"] = _elsewhere(finding.edit, finding.found.why, tree)
-    return found
+    found = finding.found
+    moved = finding.edit is not None and found.state is State.DRIFT
+    return {
+        "edit": finding.what,
+        "state": found.state,
+        "found": found.why,
+        "now_in": _elsewhere(finding.edit, found.why, tree) if moved else [],
+    }
 
 
 def _elsewhere(edit: Edit, why: str, tree: Tree) -> list[str]:

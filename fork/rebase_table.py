@@ -37,9 +37,9 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 def _cell(row: dict[str, Any]) -> str:
     cell = f"[{_COLOURS[row['verdict']]}]{row['verdict']}[/]"
-    if row["verdict"] == "drift" and row["edits"]:
-        states = [edit["state"] for edit in row["edits"]]
-        cell += f" {states.count('drift') or 'half'} of {len(states)}"
+    edits = [e for e in row["edits"] if not e["edit"].endswith(": new module")]
+    if moved := sum(e["state"] == "drift" for e in edits):
+        cell += f" {moved} of {len(edits)}"
     if not row["declared"] and row["variant"]:
         cell += f", tried {row['variant']}"
     if row["without"]:
@@ -68,11 +68,7 @@ def _arm(arm: dict[str, Any] | None) -> str:
 def _release(release: dict[str, Any], console: Console) -> None:
     lines = []
     for row in release["patches"]:
-        if row["verdict"] in ("drift", "upstream"):
-            lines += [f"{row['name']}: {row['verdict']}: {why}" for why in row["why"]]
-        for edit in row["edits"]:
-            if edit.get("now_in"):
-                lines.append(f"  {edit['edit']}: now in {', '.join(edit['now_in'])}?")
+        lines += [f"{row['name']}: {row['verdict']}: {why}" for why in _why(row)]
         lines += _without(row)
         if (followed := row.get("followed")) and (followed["added"] or followed["dropped"]):
             lines.append(
@@ -84,6 +80,20 @@ def _release(release: dict[str, Any], console: Console) -> None:
     console.print(f"{head}: {'clean' if release['clean'] else 'NOT clean'}, {release['seconds']} s")
     for line in lines:
         console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _why(row: dict[str, Any]) -> list[str]:
+    """Every drifted edit with what was found, or else the verdict's own reasons."""
+    found = [
+        f"{edit['edit']}: {edit['found']}" + _now_in(edit["now_in"])
+        for edit in row["edits"]
+        if edit["state"] == "drift"
+    ]
+    return found or row["why"]
+
+
+def _now_in(files: list[str]) -> str:
+    return f" (now in {', '.join(files)}?)" if files else ""
 
 
 def _without(row: dict[str, Any]) -> list[str]:

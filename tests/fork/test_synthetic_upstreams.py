@@ -108,7 +108,7 @@ def test_moved_file(stock):
         found = [edit for edit in rows[name]["edits"] if edit["state"] == "drift"]
         assert [edit["found"] for edit in found] == ["no such file"] * count
         assert all(edit["edit"].startswith(FLASHINFER) for edit in found)
-    [moved] = [edit["now_in"] for edit in rows[SWA]["edits"] if "now_in" in edit]
+    [moved] = [edit["now_in"] for edit in rows[SWA]["edits"] if edit["now_in"]]
     assert new in moved
 
 
