@@ -243,7 +243,7 @@ def _worse(arm: dict[str, Any], reference: dict[str, Any] | None) -> list[str]:
 
 def _plan_problems(plan: dict[str, Any]) -> list[str]:
     if "error" in plan:
-        return [f"vLLM plans nothing: {' '.join(plan['error'].split())[:300]}"]
+        return [f"vLLM plans nothing: {' '.join(plan['error'].split())[:1000]}"]
     refused = [f"{_page(r)}: {r['refused_by']}" for r in plan["specs"] if not r["legal"]]
     return refused + list(plan["problems"])
 
@@ -254,9 +254,7 @@ def _problems(result: dict[str, Any]) -> list[str]:
     if isinstance(ratios, dict):
         found = [f"which compress ratios it builds was not to be seen: {ratios['error']}"]
     else:
-        found = [
-            f"it builds layers of compress ratio {r}, which the fork does not know" for r in ratios
-        ]
+        found = [f"it builds layers of compress ratio {r}, unknown to the fork" for r in ratios]
     return found + [f"patched: {line}" for line in _worse(result["patched"], None)]
 
 
