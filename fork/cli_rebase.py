@@ -63,13 +63,13 @@ def rebase(
     with cli.err.status("asking the package index") as spinner:
         if latest:
             versions = [str(index.releases()[-1])]
-        for version in versions or [None]:
+        for version in dict.fromkeys(versions or [None]):
             try:
                 if version is None:
                     upstream, base = rebase.tree_at(tree, the_pin)
                 else:
                     upstream, base = rebase.wheel_of(the_pin, version)
-                    found[version] = base
+                    found[upstream.version] = base
             except (index.NotOnIndex, rebase.NotATree) as error:
                 raise typer.BadParameter(str(error)) from None
             spinner.update(f"replaying on {version or tree}")

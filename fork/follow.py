@@ -27,7 +27,7 @@ def write(
     Args:
         root: the checkout.
         found: the releases replayed, by version.
-        results: their ``rebase.replay``, in the same order.
+        results: their ``rebase.replay``.
 
     Raises:
         ForkError: a release is not clean, or a file is not in the form that this edits.
@@ -91,7 +91,8 @@ def _changelog(
     )
     if not count:
         raise ForkError("CHANGELOG.md has no line 'Bases …; built by default: ….': add it")
-    lines = [_entry(r, found[v]) for v, r in zip(found, results, strict=True) if v in new]
+    by_version = {result["version"]: result for result in results}
+    lines = [_entry(by_version[version], found[version]) for version in new]
     second = re.search(r"\n+(?=## )", head[head.index("\n## ") + 1 :])
     end = head.index("\n## ") + 1 + second.start() if second else len(head.rstrip())
     return head[:end].rstrip() + "\n" + "".join(lines) + head[end:].removeprefix("\n")

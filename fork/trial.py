@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fork import ROOT, fetch, geometry, probe, rules, series
+from fork import ROOT, ForkError, fetch, geometry, probe, rules, series
 from fork.patch import Patch
 from fork.pin import BasePin
 from fork.tree import FolderTree, Tree, WheelTree
@@ -62,8 +62,21 @@ class Trial:
     def _run(self, key: tuple[str, ...], members: Sequence[Patch]) -> dict[str, Any]:
         folder = self._scratch / ("-".join(key) or "none")[:200]
         shutil.copytree(self._stock, folder, copy_function=os.link)
-        steps, _ = series.steps(FolderTree(folder), members)
-        FolderTree(folder).write({p: d for _, written in steps for p, d in written.items()})
+        try:
+            steps, _ = series.steps(FolderTree(folder), members)
+            FolderTree(folder).write({p: d for _, written in steps for p, d in written.items()})
+            found = self._asked(folder, members)
+        except (ForkError, ValueError) as error:  # one arm's death is a finding, not the end
+            return {part: {"error": str(error)} for part in ("cases", "plan", "ratios")}
+        finally:
+            shutil.rmtree(folder)
+        return {
+            "cases": self._cases(found["reports"]),
+            "plan": self._judged(found["plan"], found["rules"]),
+            "ratios": found["ratios"],
+        }
+
+    def _asked(self, folder: Path, members: Sequence[Patch]) -> dict[str, Any]:
         options = ["--rules-only", "--capability", ".".join(map(str, CAPABILITY)), "--"]
         request = {
             "requests": [[*options, *self.argv, *more] for more in self.cases.values()],
@@ -73,13 +86,7 @@ class Trial:
             "ratios": [] if any(m.variants for m in members) else UNKNOWN_RATIOS,
         }
         path = [folder, *geometry.flashinfer_overlay(self.base_pin), ROOT]
-        found = geometry.answer("fork.rebase_runner", request, path)
-        shutil.rmtree(folder)
-        return {
-            "cases": self._cases(found["reports"]),
-            "plan": self._judged(found["plan"], found["rules"]),
-            "ratios": found["ratios"],
-        }
+        return geometry.answer("fork.rebase_runner", request, path)
 
     def _cases(self, reports: Any) -> dict[str, Any]:
         if isinstance(reports, dict):
@@ -97,8 +104,8 @@ class Trial:
         return geometry.judged(plan, page_rules | {"indexer": self._indexer})
 
     def _unpacked(self) -> Path:
-        if isinstance(self.tree, WheelTree):
-            return geometry.stock_tree(self.tree)
+        if isinstance(self.tree, WheelTree) and fetch.cache_dir() in self.tree.path.parents:
+            return geometry.stock_tree(self.tree)  # kept there under the wheel's hash
         folder = self._scratch / "given"
         for path in self.tree.names():
             if geometry.SOURCES.fullmatch(path) and (data := self.tree.read(path)) is not None:
@@ -109,7 +116,7 @@ class Trial:
     def _indexer_rule(self) -> rules.PageRule:
         try:
             return rules.deep_gemm(self.tree)
-        except geometry.ForkError:  # a source checkout: nothing is built there
+        except ForkError:  # a source checkout: nothing is built there
             return rules.PageRule("DeepGEMM", frozenset({64}), "assumed: none in this tree")
 
 
