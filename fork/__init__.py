@@ -16,6 +16,7 @@ git.py      git without the user's configuration
 history.py  the delta as a git branch, a unified diff, a format-patch series
 geometry.py pages and states that vLLM itself plans, stock and patched
 capacity.py what fits into a KV cache, by layout (kv_capacity.py inside a tree)
+overview.py the fork in one picture
 plots.py    geometry and capacity, drawn
 probe.py    the self-test on unpatched and patched trees
 cli.py      python -m fork
