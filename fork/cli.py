@@ -440,8 +440,18 @@ def _write_beside(path: Path, text: str) -> None:
 
 
 @app.command("patches")
-def patches_command() -> None:
+def patches_command(
+    diagram: Annotated[
+        bool, typer.Option("--diagram", help="Print a Mermaid flowchart of what each edits.")
+    ] = False,
+    base: Base = None,
+) -> None:
     """List the series: each patch, why, and when to retire it."""
+    if diagram:
+        from fork import overview
+
+        print(overview.mermaid(series.members(), pin.load().of(base)[0]))
+        return
     for name in patches.SERIES:
         patch = series.load(name)
         title, retire = escape(patch.title), escape(patch.retire)
