@@ -9,8 +9,9 @@ a GPU::
             rank.modules(), rank.refused
 
 Without a GPU vLLM's own CudaPlatform answers, with the capability that is asked about.
-What stands in: CUDA streams, process groups (of the right sizes), the Engram hash, and
-compiled operators, which are looked up by name when a layer is built and never called.
+What stands in: CUDA streams, process groups (of the right sizes), the Engram hash, the
+storage of Engram tables, and compiled operators, which are looked up by name when a
+layer is built and never called.
 Level of evidence: rule.
 """
 
@@ -33,6 +34,7 @@ from vllm.models.deepseek_v41.nvidia import sm120_checkpoint_names as names
 from vllm.models.deepseek_v41.nvidia.sm120_kv_plan import draft_layers
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
+from vllm.utils import import_utils
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 # Compiled modules that vllm.platforms.cuda imports, and that need a driver.
@@ -47,6 +49,8 @@ _REMEMBERING = ("vllm.utils.flashinfer", "vllm.utils.deep_gemm")
 # Functions that choose a kernel, where the model's quantization calls them.
 _LINEAR = ("init_fp8_linear_kernel", "init_mxfp8_linear_kernel")
 _EXPERTS = "select_deepseek_v4_mxfp4_moe_backend"
+
+_HAS_DEEP_GEMM = import_utils.has_deep_gemm
 
 # How a selector of vLLM says that nothing it has can run.
 _NO_KERNEL = (ValueError, NotImplementedError, RuntimeError, AssertionError)
@@ -142,6 +146,7 @@ def _build(config: Any, stage: int, stages: int, layers: range) -> RankModel:
     with (
         names.stand_ins(groups, kernels=False),
         _noted_refusals(refused),
+        _tables_of_no_bytes(),
         torch.no_grad(),
         set_current_vllm_config(config),
         set_default_torch_dtype(config.model_config.dtype),
@@ -166,10 +171,44 @@ def asking(rank: RankModel, capability: tuple[int, int] | None) -> Iterator[None
         stack.enter_context(set_default_torch_dtype(dtype))
         if capability is not None:
             stack.enter_context(names.stand_ins(kernels=False))
-            gpu = SimpleNamespace(multi_processor_count=sm_count(capability))
+            major, minor = capability
+            gpu = SimpleNamespace(
+                multi_processor_count=sm_count(capability), major=major, minor=minor
+            )
             stack.enter_context(
                 mock.patch.object(torch.cuda, "get_device_properties", lambda *_: gpu)
             )
+        yield
+
+
+# Modules that hold Engram tables: of all releases, and before 0.32.
+_ENGRAM = ("common.engram", "nvidia.engram")
+
+
+@contextlib.contextmanager
+def _tables_of_no_bytes() -> Iterator[None]:
+    """Engram tables have their size and no storage. Before 0.33 they are allocated and
+    pinned on the host even where the device is meta."""
+
+    def allocate(table: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, dim = table.part_num_embeddings, table.dim
+        scales = dim // table.block_size
+        return (
+            torch.empty(rows, dim, dtype=torch.float8_e4m3fn, device="meta"),
+            torch.empty(rows, scales, dtype=torch.uint8, device="meta"),
+        )
+
+    with contextlib.ExitStack() as stack:
+        for name in _ENGRAM:
+            try:
+                module = importlib.import_module(f"vllm.models.deepseek_v41.{name}")
+            except ImportError:
+                continue
+            for owner in list(vars(module).values()):
+                if isinstance(owner, type) and "_allocate_weights" in vars(owner):
+                    stack.enter_context(
+                        mock.patch.object(owner, "_allocate_weights", allocate)
+                    )
         yield
 
 
@@ -207,7 +246,8 @@ def _noting(select: Any, refused: list[str], instead: Any) -> Any:
 @contextlib.contextmanager
 def as_target(capability: tuple[int, int] | None) -> Iterator[None]:
     """vLLM's platform is CUDA with that capability inside; with None, it is the real
-    one, and nothing changes. FlashInfer's toolchain passes for present.
+    one, and nothing changes. FlashInfer's toolchain passes for present, and DeepGEMM
+    for importable (``deep_gemm_assumed`` says whether it is).
 
     Raises:
         CannotBuild: vLLM's CUDA platform cannot be imported here.
@@ -220,6 +260,8 @@ def as_target(capability: tuple[int, int] | None) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         cubin = {"VLLM_HAS_FLASHINFER_CUBIN": "1"}
         stack.enter_context(mock.patch.dict(os.environ, cubin))
+        if deep_gemm_assumed():
+            _replace_everywhere(stack, import_utils.has_deep_gemm, lambda: True)
         for name in _OPERATORS:
             found = _Operators(getattr(torch.ops, name))
             stack.enter_context(mock.patch.object(torch.ops, name, found))
@@ -228,6 +270,24 @@ def as_target(capability: tuple[int, int] | None) -> Iterator[None]:
         current_platform.__class__ = platform
         _forget()
         yield
+
+
+def deep_gemm_assumed() -> str | None:
+    """Why vLLM's DeepGEMM passes for importable on a hypothetical target."""
+    if _HAS_DEEP_GEMM():
+        return None
+    return "DeepGEMM's extension cannot be imported here"
+
+
+def _replace_everywhere(
+    stack: contextlib.ExitStack, function: Any, stand_in: Any
+) -> None:
+    """In every module of vLLM that has imported the function by name."""
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("vllm.") or module is None:
+            continue
+        if vars(module).get(function.__name__) is function:
+            stack.enter_context(mock.patch.object(module, function.__name__, stand_in))
 
 
 def _cuda_platform(capability: tuple[int, int]) -> type:

@@ -22,7 +22,11 @@ import torch
 from torch import nn
 from vllm import envs
 from vllm.models.deepseek_v41.nvidia.sm120_kv_plan import call
-from vllm.models.deepseek_v41.nvidia.sm120_rank_model import RankModel, asking
+from vllm.models.deepseek_v41.nvidia.sm120_rank_model import (
+    RankModel,
+    asking,
+    deep_gemm_assumed,
+)
 from vllm.models.deepseek_v41.nvidia.sm120_selftest_report import Refusal, Report, Row
 from vllm.platforms import current_platform
 
@@ -61,7 +65,6 @@ _WITHOUT_CHOICE = {
     ),
     "engram_hash": (f"{_V41}.common.engram", "_hash_ids_kernel"),
     "engram_lookup": (f"{_V41}.common.engram", "_engram_lookup_kernel"),
-    "draft_kv_insert": (f"{_V41}.attention", "fused_deepseek_v4_kv_rope_insert"),
     "router_warmup": (
         "vllm.model_executor.warmup.kernel_warmup",
         "_warmup_ll_bf16_router_gemm",
@@ -112,6 +115,9 @@ def choices(ranks: list[RankModel], capability: tuple[int, int] | None) -> list[
         capability: a hypothetical target, or None on the real one.
     """
     found: dict[tuple, Choice] = {}
+    with contextlib.suppress(ImportError):
+        # Before a GPU stands in, which FlashInfer would ask while it is imported.
+        importlib.import_module("flashinfer")
     for rank in ranks:
         with asking(rank, capability):
             for op, ask in _ASKED.items():
@@ -194,15 +200,14 @@ def _record_bytes(attention: nn.Module) -> Any:
 
 
 def _indexer(rank: RankModel, _: Any) -> Iterator[Choice]:
-    from vllm.utils.import_utils import has_deep_gemm
-
+    assumed = deep_gemm_assumed()
     for layer, attention in _attentions(rank):
         if (indexer := attention.indexer) is None:
             continue
         cache = "MXFP4" if indexer.use_fp4_kv else "FP8"
-        library = "DeepGEMM" if has_deep_gemm() else "no DeepGEMM"
-        route = f"{type(indexer.indexer_op).__name__}, {library}, {cache} cache"
-        yield Choice("indexer_op", route, _kind(rank, layer), (layer,))
+        route = f"{type(indexer.indexer_op).__name__}, DeepGEMM, {cache} cache"
+        kind = _kind(rank, layer)
+        yield Choice("indexer_op", route, kind, (layer,), assumed=assumed)
 
 
 def _linears(rank: RankModel, _: Any) -> Iterator[Choice]:

@@ -13,7 +13,11 @@ from vllm.models.deepseek_v41.nvidia import sm120_selftest_memory as memory
 from vllm.models.deepseek_v41.nvidia import sm120_selftest_ops as ops
 from vllm.models.deepseek_v41.nvidia import sm120_selftest_switches as switches
 from vllm.models.deepseek_v41.nvidia import sm120_selftest_toolchain as toolchain
-from vllm.models.deepseek_v41.nvidia.sm120_selftest_report import Fact, Report
+from vllm.models.deepseek_v41.nvidia.sm120_selftest_report import (
+    Fact,
+    Refusal,
+    Report,
+)
 
 GATES = ("memory", "ops", "toolchain")
 
@@ -56,6 +60,8 @@ class Path:
                 if self.options.calls is None:
                     ops.add(self.report, ops.choices(self.ranks, self.hypothetical))
         except rank_model.CannotBuild as error:
+            if real and rank_model.deep_gemm_assumed():
+                self.report.refusals.append(Refusal("ops", str(error)))
             self._done("ops", f"the model cannot be built here: {error}")
             self._done("memory", f"the model cannot be built here: {error}")
             return

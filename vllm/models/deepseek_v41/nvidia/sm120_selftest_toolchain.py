@@ -56,7 +56,8 @@ def problems(capability: tuple[int, int], found: dict[str, str]) -> Iterator[str
         if version is None:
             yield (
                 f"found no nvcc that runs at {path}, where {library} looks; need "
-                "CUDA's nvcc 12.9 or newer. Install the CUDA toolkit and set CUDA_HOME to it"
+                "CUDA's nvcc 12.9 or newer. Install the CUDA toolkit and set CUDA_HOME "
+                "to it"
             )
             continue
         needed = _deep_gemm_needs() if library == "DeepGEMM" else None
