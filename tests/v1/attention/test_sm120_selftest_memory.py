@@ -247,12 +247,35 @@ def test_bad_sizes(platform, size):
     assert said[-1].startswith("SELFTEST NOT RUN: ")
 
 
+def test_the_smallest_gpu_that_the_ranks_use_counts(platform, monkeypatch):
+    from vllm.models.deepseek_v41.nvidia import sm120_selftest_memory as memory
+
+    sizes = [96 * GIB, 72 * GIB, 24 * GIB]
+    total = classmethod(lambda cls, number=0: sizes[number])
+    monkeypatch.setattr(platform, "get_device_total_memory", total)
+    count = classmethod(lambda cls: len(sizes))
+    monkeypatch.setattr(platform, "device_count", count, raising=False)
+    layout = {"distributed_executor_backend": "mp", "nnodes": 1, "pipeline_parallel_size": 1}
+    for ranks, smallest in ((1, 96), (2, 72), (4, 24)):
+        parallel = SimpleNamespace(tensor_parallel_size=ranks, **layout)
+        found, host = memory.sizes_here(SimpleNamespace(parallel_config=parallel))
+        assert found == smallest * GIB and host > 0
+
+
+def test_replicas_share_their_tables_or_not(run):
+    """Two replicas of TP 4 on one host: shared by default, else pinned twice."""
+    twice = ["--data-parallel-size", "2"]
+    for more, pinned in (([], 188.8), (["--engram-config.dp_shared_memory", "false"], 528.0)):
+        _, report, said = run("--capability 12.0", *twice, *more)
+        assert f"pins {pinned} GiB" in said
+
+
 def test_what_the_machine_has_counts_where_nothing_is_given(platform, monkeypatch):
     from vllm.models.deepseek_v41.nvidia import sm120_selftest_memory as memory
     from vllm.models.deepseek_v41.nvidia.sm120_selftest_path import Path
     from vllm.models.deepseek_v41.nvidia.sm120_selftest_report import Report
 
-    monkeypatch.setattr(memory, "sizes_here", lambda gpus: (96 * GIB, 512 * GIB))
+    monkeypatch.setattr(memory, "sizes_here", lambda config: (96 * GIB, 512 * GIB))
 
     def sizes(capability, device, host):
         options = SimpleNamespace(

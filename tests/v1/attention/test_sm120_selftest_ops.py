@@ -47,7 +47,7 @@ SHAPES = {
     "engram.wkv": "6400x6144",
 }
 EXPECTED = {
-    ("attention", "backbone", 0): (
+    ("attention_class", "backbone", 0): (
         "DeepseekV4FlashInferSM120Attention (FLASHINFER_MLA_SPARSE_DSV41)"
     ),
     ("kv_record", "backbone", 0): "fp8_ds_mla, 584 B",

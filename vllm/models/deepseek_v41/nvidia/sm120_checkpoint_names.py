@@ -409,6 +409,8 @@ def stand_ins(
         # Whether FlashInfer has this shape is another gate's question.
         (flashinfer, "has_flashinfer_sparse_mla_sm120_config", lambda *_: True),
         (model, "NgramHashState", _NoHash),
+        # Asks the replicas, and this machine's shared memory.
+        (model, "can_share_engram_tables", lambda *_, **__: True),
     ]
     if kernels:
         kernel = mock.MagicMock()

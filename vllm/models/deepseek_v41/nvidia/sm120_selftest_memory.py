@@ -334,10 +334,12 @@ def is_unified(capability: tuple[int, int]) -> bool:
         return False
 
 
-def sizes_here(gpus: int) -> tuple[int, int]:
-    """Bytes of the smallest of this machine's first ``gpus`` GPUs, and of its host."""
+def sizes_here(config: Any) -> tuple[int, int]:
+    """Bytes of the smallest GPU of this machine that the ranks use, and of its host."""
+    used = min(_ranks_here(config)[0], current_platform.device_count())
     total = current_platform.get_device_total_memory
-    return min(int(total(i)) for i in range(gpus)), psutil.virtual_memory().total
+    smallest = min(int(total(number)) for number in range(max(1, used)))
+    return smallest, psutil.virtual_memory().total
 
 
 def _gib(size: int, digits: int = 1) -> str:

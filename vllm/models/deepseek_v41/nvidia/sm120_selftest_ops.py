@@ -182,7 +182,7 @@ def _attention(rank: RankModel, _: Any) -> Iterator[Choice]:
         kind = _kind(rank, layer)
         name = type(attention).__name__
         backend = attention.get_attn_backend().get_name()
-        yield Choice("attention", f"{name} ({backend})", kind, (layer,))
+        yield Choice("attention_class", f"{name} ({backend})", kind, (layer,))
         record = f"{attention.kv_cache_dtype}, {_record_bytes(attention)} B"
         yield Choice("kv_record", record, kind, (layer,))
         fused = attention._can_fuse_query_quant
@@ -505,7 +505,7 @@ def _all_reduce(
 
 
 _ASKED: dict[str, Callable] = {
-    "attention": _attention,
+    "attention_class": _attention,
     "indexer_op": _indexer,
     "linear": _linears,
     "experts": _experts,

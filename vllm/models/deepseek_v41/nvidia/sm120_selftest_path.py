@@ -82,7 +82,7 @@ class Path:
         given = self.options.device_memory_gib, self.options.host_memory_gib
         device, host = (int(g * memory.GIB) if g else None for g in given)
         if self.hypothetical is None and (device is None or host is None):
-            gpus, here = memory.sizes_here(1)
+            gpus, here = memory.sizes_here(self.config)
             device, host = device or gpus, host or here
         return device, host
 
