@@ -113,7 +113,8 @@ def test_draft_rows(run):
     """DSpark's three layers read a window of 128 + 5 slots, rounded up to 64: 192."""
     speculative = '{"method": "dspark", "num_speculative_tokens": 5}'
     _, report, said = run(RULES, [*ARGV, "--speculative-config", speculative])
-    rows = [row for row in report["rows"] if row["layer_kind"] == "DSpark draft"]
+    calls = [row for row in report["rows"] if not row["selection"]]
+    rows = [row for row in calls if row["layer_kind"] == "DSpark draft"]
     assert rows, said
     assert {(tuple(r["layers"]), r["topk"], r["page"], r["extra_topk"]) for r in rows} == {
         ((40, 41, 42), 192, 64, 0)

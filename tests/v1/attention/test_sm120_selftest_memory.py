@@ -266,7 +266,7 @@ def test_replicas_share_their_tables_or_not(run):
     """Two replicas of TP 4 on one host: shared by default, else pinned twice."""
     twice = ["--data-parallel-size", "2"]
     for more, pinned in (([], 188.8), (["--engram-config.dp_shared_memory", "false"], 528.0)):
-        _, report, said = run("--capability 12.0", *twice, *more)
+        _, _, said = run("--capability 12.0", *twice, *more)
         assert f"pins {pinned} GiB" in said
 
 
