@@ -99,6 +99,30 @@ def test_last_line_is_exact(rank, own):
     assert not judge(rank, framed(own, good(rank))).passed
 
 
+SELECTED = {"call": "experts", "ok": True, "error_norm": None, "selection": True}
+RAN = {"call": "indexer", "ok": True, "error_norm": 1e-4, "selection": False}
+
+
+def test_selected_ops_need_no_device(rank):
+    body = good(rank, rows=[RAN, SELECTED])
+    verdict = judge(rank, framed(body=body))
+    assert (verdict.label, verdict.report) == ("PASS", body)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [SELECTED],
+        [RAN, SELECTED | {"ok": False}],
+        [RAN, SELECTED | {"selection": False}],
+        [RAN, SELECTED | {"selection": "yes"}],
+    ],
+    ids=["nothing ran", "a refused op", "a call that did not run", "no truth value"],
+)
+def test_a_selection_is_no_call_that_ran(rank, rows):
+    assert judge(rank, framed(body=good(rank, rows=rows))).label == "NO ANSWER"
+
+
 @pytest.mark.parametrize(
     "exit_code, status", [(1, 0), (0, 1), (1, 1), (2, 2), (None, 0), (137, 137)]
 )
