@@ -280,7 +280,7 @@ def on_device(selftest, monkeypatch):
     from vllm.models.deepseek_v41.nvidia import sm120_selftest_device as device
     from vllm.models.deepseek_v41.nvidia.sm120_selftest_report import Report
 
-    def in_process(waiting):
+    def in_process(waiting, **_):
         results = []
         for call in waiting:
             kernel, case = call.kernel(), cases.random_case(call.shape, 0, "cpu")
@@ -356,7 +356,8 @@ def test_every_gpu_that_the_argv_uses_here(
     count = classmethod(lambda cls: present)
     monkeypatch.setattr(platform, "device_count", count, raising=False)
     monkeypatch.setattr(selftest, "_real_capability", lambda number=0: (12, 0))
-    monkeypatch.setattr(device, "run", lambda report, plan, name: seen.append(name))
+    monkeypatch.setattr(device, "op_rows", lambda *_: [])
+    monkeypatch.setattr(device, "run", lambda report, plan, name, **_: seen.append(name))
     args = Namespace(
         tensor_parallel_size=4,
         pipeline_parallel_size=1,

@@ -67,12 +67,13 @@ class Op:
     Attributes:
         name: as ``--calls`` and rows have it.
         entry: the library's entry point, for rows and messages.
+        repeats: calls on the same inputs, which must agree to the bit.
         tokens: query tokens of the call, for rows.
     """
 
     name: ClassVar[str]
     entry: ClassVar[str]
-    repeats: ClassVar[int] = 1
+    repeats: ClassVar[int] = REPEATS
     tokens: int
 
     def gpu_bytes(self) -> int:

@@ -8,7 +8,7 @@ import torch
 
 from .sm120_device_cases import GUARD_BYTE
 from .sm120_device_kernels import Bound
-from .sm120_op_call import REPEATS, Expected, Kernel, Op, Tensors
+from .sm120_op_call import Expected, Kernel, Op, Tensors
 from .sm120_op_reference import MX_GROUP, UE8M0_BIAS, mxfp4_values, mxfp8_values
 
 FP8_PRODUCT_BOUND = Bound(
@@ -115,7 +115,6 @@ class Experts(Op):
 
     name: ClassVar[str] = "experts"
     entry: ClassVar[str] = "vllm.utils.deep_gemm.m_grouped_fp8_fp4_gemm_nt_contiguous"
-    repeats: ClassVar[int] = REPEATS
 
     tokens: int
     top: int

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from .sm120_device_kernels import Bound
-from .sm120_op_call import REPEATS, Expected, Kernel, Op, Tensors
+from .sm120_op_call import Expected, Kernel, Op, Tensors
 from .sm120_op_reference import hyper_connection, hyper_post, rms_norm
 
 TF32_BOUND = Bound(
@@ -35,7 +35,6 @@ class Prenorm(Op):
 
     name: ClassVar[str] = "hc_prenorm"
     entry: ClassVar[str] = "vllm.utils.deep_gemm.tf32_hc_prenorm_gemm"
-    repeats: ClassVar[int] = REPEATS
 
     tokens: int
     width: int

@@ -9,7 +9,7 @@ import torch
 
 from .sm120_device_cases import GUARD_BYTE
 from .sm120_device_kernels import INDEXER_BOUND
-from .sm120_op_call import EXACT, REPEATS, Expected, Kernel, Op, Tensors, Unavailable
+from .sm120_op_call import EXACT, Expected, Kernel, Op, Tensors, Unavailable
 from .sm120_op_reference import prefill_logits
 from .sm120_packed_cache import (
     INDEX_DIM,
@@ -37,7 +37,6 @@ class PrefillLogits(Op):
 
     name: ClassVar[str] = "prefill_logits"
     entry: ClassVar[str] = "vllm.utils.deep_gemm.fp8_fp4_mqa_logits"
-    repeats: ClassVar[int] = REPEATS
 
     tokens: int
     heads: int

@@ -3,10 +3,10 @@
 
 | call | what | shapes |
 |---|---|---|
-| `hc_prenorm` | DeepGEMM's TF32 projection of the streams | 1, 65, 200 rows; 1, 4, 16 splits |
+| `hc_prenorm` | DeepGEMM's TF32 projection | 1, 65, 200 rows; 1, 4, 16 splits |
 | `hc_fused` | TileLang's post and pre of a sublayer | 4, 32, 33 tokens |
 | `mxfp8` | every dense layer through vLLM's kernel and quantiser | 1, 129 rows |
-| `experts` | DeepGEMM's FP8 x FP4, both GEMMs, experts that nobody chose | 1, 65 tokens |
+| `experts` | DeepGEMM's FP8 x FP4, both GEMMs, some unchosen | 1, 65 tokens |
 | `kv_insert` | queries rotated, keys rotated, quantised, written | 1, 65 tokens |
 | `compressor` | pooling, norm, ring, insert; each ratio | 19 tokens |
 | `indexer_store` | indexer keys; each ratio | 65 tokens |
@@ -16,7 +16,8 @@
 | `sampler` | top-k and top-p | 64 rows |
 
 `attention` and `indexer` (paged MQA logits) are rows of the rules, called as they are.
-Calls marked so in their class are repeated 20 times to the bit.
+All but `sampler`, which is random, and `attention` are repeated: 20 calls on the same
+inputs agree to the bit, or it is a race.
 """
 
 import json

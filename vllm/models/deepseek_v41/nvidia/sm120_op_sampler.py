@@ -30,6 +30,8 @@ class Sampler(Op):
     name: ClassVar[str] = "sampler"
     entry: ClassVar[str] = "flashinfer_sample, or apply_top_k_top_p"
 
+    repeats: ClassVar[int] = 1  # random, on purpose
+
     tokens: int
     vocabulary: int
     top_k: int = 20

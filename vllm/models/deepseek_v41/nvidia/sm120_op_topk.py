@@ -9,7 +9,6 @@ import torch
 from .sm120_op_call import EXACT, Kernel, Op, Tensors, Verdict
 from .sm120_op_reference import block_scores
 
-
 # The logits kernels allocate rows of a multiple of this many columns.
 _ALIGNED_COLUMNS = 256
 
@@ -95,6 +94,13 @@ class TopK(Op):
                 reason = f"row {row} of length {length}: {what}"
         share = wrong / (self.tokens * self.k)
         return Verdict(share if not reason else share or 1.0, EXACT, reason)
+
+    def defined(self, given: Tensors, got: Tensors) -> Tensors:
+        """The values chosen: of equal ones any may be, and in any order."""
+        indices = got["indices"].long()
+        inside = (indices >= 0) & (indices < given["lengths"])
+        values = given["logits"].gather(1, torch.where(inside, indices, 0))
+        return {"values": torch.where(inside, values, torch.inf).sort(1).values}
 
     def library(self) -> Kernel:
         """vLLM's dispatcher, with what it selects here.
