@@ -7,6 +7,7 @@ tried too, and are written on their own: element by element, or by vLLM's torch 
 
 import importlib.util
 import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -17,6 +18,8 @@ if str(Path(__file__).parent) not in sys.path:  # a child process imports it, to
     sys.path.append(str(Path(__file__).parent))
 
 import sm120_fake_device as fake
+
+torch.set_num_threads(1)  # tests run side by side
 
 hyper = fake.load("sm120_op_hyper")
 gemm = fake.load("sm120_op_gemm")
@@ -126,13 +129,16 @@ def fp4(data, scales):
 
 def experts(op):
     def call(given):
+        weights = {
+            int(e): [fp4(given[f"w{n}"][e], given[f"s{n}"][e]) for n in ("13", "2")]
+            for e in given["ids"].unique()
+        }
         x, middle = e4m3(given["x"], 128), e4m3(given["middle"], 128)
         first = torch.zeros(*given["ids"].shape, 2 * op.inner, dtype=torch.bfloat16)
         second = torch.zeros(*given["ids"].shape, op.hidden, dtype=torch.bfloat16)
         for token, ids in enumerate(given["ids"].tolist()):
             for slot, expert in enumerate(ids):
-                w13 = fp4(given["w13"][expert], given["s13"][expert])
-                w2 = fp4(given["w2"][expert], given["s2"][expert])
+                w13, w2 = weights[expert]
                 first[token, slot] = w13 @ x[token]
                 second[token, slot] = w2 @ middle[token, slot]
         return {"x8": x, "middle8": middle, "first": first, "second": second}
@@ -289,6 +295,22 @@ def sampler(op):
     return call
 
 
+def once(make):
+    """Computes once for the same inputs: repeats of a right kernel are not the point."""
+
+    def kernel(op):
+        call, known = make(op), {}
+
+        def cached(given):
+            if known.get("given") is not given:
+                known.update(given=given, got=call(given))
+            return known["got"]
+
+        return cached
+
+    return kernel
+
+
 RIGHT = {
     "hc_prenorm": prenorm,
     "hc_fused": hyper_fused,
@@ -303,6 +325,7 @@ RIGHT = {
     "candidates": candidates,
     "sampler": sampler,
 }
+RIGHT = {name: once(make) for name, make in RIGHT.items()}
 
 
 def on_inputs(make, change):
@@ -567,9 +590,7 @@ def right_topk(op):
 
 def crash(op):
     def call(given):
-        import os
-
-        print("CUDA error: an illegal memory access was encountered", file=sys.stderr, flush=True)
+        os.write(2, b"CUDA error: an illegal memory access was encountered\n")
         os.abort()
 
     return call

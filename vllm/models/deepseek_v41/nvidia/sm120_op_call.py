@@ -141,10 +141,14 @@ def run_op(
         return failed(call, error)
     first = time.monotonic()
     tell(f"{call}: first call {first - made:.1f} s")
-    verdict = op.judge(given, got)
-    reason = verdict.reason
-    if not reason and op.repeats > 1:
-        reason = _repeated(op, kernel, given, got)
+    try:
+        verdict = op.judge(given, got)
+        reason = verdict.reason
+        if not reason and op.repeats > 1:
+            reason = _repeated(op, kernel, given, got)
+    except Exception as error:
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return failed(call, f"its outputs cannot be compared, or a repeat raised {why}")
     end = time.monotonic()
     peak = None
     if torch.device(device).type == "cuda":
