@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantised GEMMs at the model's shapes: dense MXFP8 layers, and FP8 x FP4 experts."""
 
+import inspect
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,6 +11,7 @@ from .sm120_device_cases import GUARD_BYTE
 from .sm120_device_kernels import Bound
 from .sm120_op_call import Expected, Kernel, Op, Tensors
 from .sm120_op_reference import MX_GROUP, UE8M0_BIAS, mxfp4_values, mxfp8_values
+from .sm120_reference import CHUNK_BYTES
 
 FP8_PRODUCT_BOUND = Bound(
     4e-2,
@@ -45,7 +47,9 @@ class Mxfp8Linear(Op):
         return f"{self.layer}, {self.tokens} x {self.k} to {self.n}"
 
     def gpu_bytes(self) -> int:
-        return self.n * self.k * (1 + 1 + 8 * 3) + self.tokens * (self.n + self.k) * 40
+        # The weight, a copy that the kernel may rewrite, and that written anew.
+        weights = self.n * self.k * 4
+        return weights + 4 * CHUNK_BYTES + self.tokens * (self.n + self.k) * 40
 
     def inputs(self, rng: torch.Generator) -> Tensors:
         groups = self.k // MX_GROUP
@@ -57,18 +61,25 @@ class Mxfp8Linear(Op):
         x = torch.randn((self.tokens, self.k), generator=rng, device=rng.device)
         scale = torch.exp2(powers(self.tokens, -3, 4).float())
         x = (x.unflatten(1, (groups, MX_GROUP)) * scale.unsqueeze(-1)).flatten(1)
-        weight = torch.randn((self.n, self.k), generator=rng, device=rng.device)
+        shape = (self.n, self.k)
+        weight = torch.empty(shape, dtype=torch.float8_e4m3fn, device=rng.device)
+        for part in weight.split(self._rows()):
+            part.copy_(torch.randn(part.shape, generator=rng, device=rng.device))
         return {
             "x": x.to(torch.bfloat16),
-            "weight": weight.to(torch.float8_e4m3fn),
+            "weight": weight,
             "scales": (powers(self.n, -8, -4) + UE8M0_BIAS).to(torch.uint8),
         }
 
     def expected(self, given: Tensors, got: Tensors) -> dict[str, Expected]:
-        weight = mxfp8_values(given["weight"], given["scales"])
-        return {
-            "out": Expected(given["x"].to(torch.float64) @ weight.mT, FP8_PRODUCT_BOUND)
-        }
+        x = given["x"].to(torch.float64)
+        parts = (given[name].split(self._rows()) for name in ("weight", "scales"))
+        products = [x @ mxfp8_values(*part).mT for part in zip(*parts, strict=True)]
+        return {"out": Expected(torch.cat(products, 1), FP8_PRODUCT_BOUND)}
+
+    def _rows(self) -> int:
+        """Rows of the weight looked at together."""
+        return max(1, CHUNK_BYTES // (8 * self.k))
 
     def library(self) -> Kernel:
         """What vLLM selects for this shape here; activations by its own quantiser.
@@ -79,7 +90,9 @@ class Mxfp8Linear(Op):
         """
         from vllm.model_executor.kernels.linear import init_mxfp8_linear_kernel
 
-        kernel = init_mxfp8_linear_kernel(weight_shape=(self.n, self.k))
+        known = inspect.signature(init_mxfp8_linear_kernel).parameters
+        shape = {"weight_shape": (self.n, self.k)} if "weight_shape" in known else {}
+        kernel = init_mxfp8_linear_kernel(**shape)  # 0.30 selects by platform alone
 
         def call(given: Tensors) -> Tensors:
             layer = torch.nn.Module()
