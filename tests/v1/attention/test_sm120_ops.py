@@ -169,12 +169,14 @@ def call(kernel, name=""):
 
 def test_missing_libraries_are_rows_and_the_rest_goes_on():
     calls = [call(ops.no_library), call(ops.no_entry), call(ops.right_topk, "the last")]
-    results = child_process.in_child(calls, limit_s=60, method="fork")
+    said = []
+    results = child_process.in_child(calls, limit_s=60, method="fork", say=said.append)
     assert [r.ok for r in results] == [False, False, True]
     assert results[0].reason == "cannot be called: No module named 'deep_gemm'"
     assert results[1].reason.startswith("cannot be called: ")
     assert "an_op_that_no_build_has" in results[1].reason
     assert results[2].call == "the last"
+    assert [line.split(":")[0] for line in said] == ["wrong", "wrong", "right"]
 
 
 def test_crash_fails_one_call():
@@ -203,7 +205,7 @@ def test_compiling_is_not_taken_for_a_hang_and_is_told(monkeypatch):
     )
     assert results[0].ok and results[0].first_s > 1.9
     assert said[0].startswith("slow: compiling or running for 0.5 s")
-    assert said[-1].startswith("topk: 9 rows") and "first call" in said[-1]
+    assert said[-1].startswith("right: slow: error 0; first call 2.")
 
 
 def test_ops_travel_to_a_child_that_imports_afresh():

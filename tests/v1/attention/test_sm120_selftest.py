@@ -466,8 +466,12 @@ def test_ops_are_rows_with_the_planned_pages(with_ops):
     assert {row.call for row in rows} >= set(sm120_op_plan.OP_CALLS) - {"experts"}
     assert all(row.ok and row.error_norm == 1e-3 for row in rows)
     ops = [call.op for call in made if hasattr(call, "op")]
-    stride = {op.stride for op in ops if op.name in ("kv_insert", "compressor")}
-    assert stride == {plan.block_stride}
+    written = {op.stride for op in ops if op.name == "kv_insert"}
+    assert written == {plan.views["model.layers.0.attn.swa_cache"].stride(0)}
+    written = {op.ratio: op.stride for op in ops if op.name == "indexer_store"}
+    names = {1: "model.layers.20", 2: "model.layers.2"}
+    views = {r: plan.views[f"{name}.attn.indexer.k_cache"] for r, name in names.items()}
+    assert written == {ratio: view.stride(0) for ratio, view in views.items()}
     assert {op.page for op in ops if hasattr(op, "page")} == {64}
     assert {op.padded_heads for op in ops if op.name == "kv_insert"} == {16}
     assert {op.capacity for op in ops if op.name == "compressor"} == {8}

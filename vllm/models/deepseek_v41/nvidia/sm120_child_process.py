@@ -23,7 +23,7 @@ import torch
 from .sm120_device_calls import CallResult, failed, run_attention, run_indexer
 from .sm120_device_cases import AttentionShape, IndexerShape, random_case
 from .sm120_device_kernels import AttentionKernel, IndexerKernel
-from .sm120_op_call import REPEATS, OpCall
+from .sm120_op_call import FIRST_ENDED, REPEATS, OpCall
 
 # A child that was killed while a driver call hangs may never be reaped.
 _REAP_S = 10.0
@@ -85,7 +85,7 @@ def in_child(
         calls: the calls.
         limit_s: seconds that one call may take; compiling at first use counts.
         after_first_s: seconds that an op may take once its first call has ended.
-        say: gets a line when a first call has ended, and while one takes long.
+        say: gets a line for each op's result, and while a call takes long.
         start_s: seconds for a child to start and import.
         method: of multiprocessing. ``spawn`` works whatever the parent has done with
             CUDA; ``forkserver`` and ``fork`` save imports and need a parent without it.
@@ -127,12 +127,13 @@ def _one_child(
             while len(results) < len(calls):
                 waits_for = calls[len(results)]
                 message = _wait(receive, str(waits_for), limits_s[0], say)
-                if isinstance(message, str):  # the first call has ended
-                    say(message)
+                if message == FIRST_ENDED:
                     message = _receive(receive, limits_s[1], "hung: no result")
                 if message is None:
                     break
                 results.append(message)
+                if isinstance(waits_for, OpCall):
+                    say(_line(message))
             child.join(_REAP_S)
             return results, ""
         except TimeoutError as error:
@@ -143,6 +144,13 @@ def _one_child(
         finally:
             receive.close()
             _stop(child)
+
+
+def _line(result: CallResult) -> str:
+    if not result.ok:
+        return f"wrong: {result.call}: {result.reason}"
+    times = f"first call {result.first_s:.1f} s, the rest {result.rest_s:.1f} s"
+    return f"right: {result.call}: error {result.error_norm:.2g}; {times}"
 
 
 def _wait(
@@ -168,8 +176,8 @@ def _receive(
 
 
 def _child_main(send: Connection, calls: list[Call], output: str) -> None:
-    """Sends "started", then for each call a line once its first run has ended, where it
-    has one, and the result; None where the device is lost."""
+    """Sends "started", then a result a call, before an op's result ``FIRST_ENDED``;
+    None where the device is lost."""
     os.setsid()  # so that compilers it starts can be stopped with it
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)

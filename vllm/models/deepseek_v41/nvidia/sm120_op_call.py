@@ -30,6 +30,7 @@ EXACT = Bound(0.0, "copied or selected, not computed")
 MEMORY_LIMIT = 2 << 30
 # How often a call is repeated, to the bit: a race shows as a difference.
 REPEATS = 20
+FIRST_ENDED = "the first call has ended"
 
 
 class Unavailable(Exception):
@@ -123,7 +124,7 @@ def run_op(
         kernel: what is called.
         device: torch device.
         seed: of the inputs.
-        tell: is told when the first call, which compiles, has ended.
+        tell: is told ``FIRST_ENDED`` when the first call, which compiles, has ended.
 
     Returns:
         Its ``first_s`` is the first call's time and ``rest_s`` that of everything else.
@@ -140,7 +141,7 @@ def run_op(
     except Exception as error:
         return failed(call, error)
     first = time.monotonic()
-    tell(f"{call}: first call {first - made:.1f} s")
+    tell(FIRST_ENDED)
     try:
         verdict = op.judge(given, got)
         reason = verdict.reason
