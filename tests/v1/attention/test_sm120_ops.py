@@ -100,6 +100,25 @@ def test_kernel_that_raises_is_a_result():
     )
 
 
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("#include <cuda.h>\na.cu(3): error: no such type\n#endif", "a.cu(3): error: no such type"),
+        (
+            "No kernel. Reasons: \n A: needs SM100\n B: absent",
+            "No kernel. Reasons: A: needs SM100 B: absent",
+        ),
+        ("", "no message"),
+    ],
+)
+def test_reason_of_many_lines_tells(message, said):
+    def raising(given):
+        raise ValueError(message)
+
+    result = op_call.run_op(ops.SHAPES["topk"], raising, "cpu")
+    assert result.reason == f"raised ValueError: {said}"
+
+
 @pytest.mark.parametrize("shape", ["hc_prenorm", "experts", "kv_insert", "topk"])
 def test_wrong_shape_is_a_result(shape):
     op = ops.SHAPES[shape]

@@ -154,7 +154,11 @@ def failed(call: str, why: str | Exception) -> CallResult:
     """The result of a call that nothing could be compared of."""
     if isinstance(why, Exception):
         lines = str(why).strip().splitlines() or ["no message"]
-        why = f"raised {type(why).__name__}: {lines[0][:500]}"
+        # Compilers print their input first.
+        telling = next((line for line in lines if "error:" in line), lines[0])
+        if telling.rstrip().endswith(":"):
+            telling = " ".join(" ".join(lines).split())
+        why = f"raised {type(why).__name__}: {telling.strip()[:500]}"
     return CallResult(call, False, reason=why)
 
 

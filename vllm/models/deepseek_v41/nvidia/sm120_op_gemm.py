@@ -94,7 +94,7 @@ class Mxfp8Linear(Op):
         shape = {"weight_shape": (self.n, self.k)} if "weight_shape" in known else {}
         kernel = init_mxfp8_linear_kernel(**shape)  # 0.30 selects by platform alone
 
-        def call(given: Tensors) -> Tensors:
+        def prepare(given: Tensors) -> torch.nn.Module:
             layer = torch.nn.Module()
             for name, tensor in (("weight", "weight"), ("weight_scale", "scales")):
                 value = given[tensor].clone()
@@ -105,8 +105,21 @@ class Mxfp8Linear(Op):
             layer.logical_widths = [self.n]
             layer.orig_dtype = torch.bfloat16
             layer.params_dtype = torch.bfloat16
-            kernel.process_weights_after_loading(layer)
-            return {"out": kernel.apply_weights(layer, given["x"])}
+            # As while vLLM loads a bf16 model: some kernels read it.
+            default = torch.get_default_dtype()
+            torch.set_default_dtype(torch.bfloat16)
+            try:
+                kernel.process_weights_after_loading(layer)
+            finally:
+                torch.set_default_dtype(default)
+            return layer
+
+        layers: list[torch.nn.Module] = []
+
+        def call(given: Tensors) -> Tensors:
+            if not layers:  # once, as vLLM does it
+                layers.append(prepare(given))
+            return {"out": kernel.apply_weights(layers[0], given["x"])}
 
         return call
 

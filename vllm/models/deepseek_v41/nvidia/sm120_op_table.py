@@ -91,6 +91,8 @@ def main(
     wrong = [r for r in results if not r.ok and not r.reason.startswith(_CANNOT)]
     absent = sum(r.reason.startswith(_CANNOT) for r in results)
     right = len(results) - len(wrong) - absent
+    times = (sum(getattr(r, k) or 0.0 for r in results) for k in ("first_s", "rest_s"))
+    say("first calls {:.0f} s, everything after them {:.0f} s".format(*times))
     say(
         f"{right} of {len(results)} calls right, {len(wrong)} wrong, {absent} cannot "
         f"be made here; {time.monotonic() - began:.0f} s in all"
