@@ -36,5 +36,16 @@ MODULES = tuple(
         "sm120_device_kernels",
         "sm120_packed_cache",
         "sm120_reference",
+        "sm120_kernel_caches",
+        "sm120_op_call",
+        "sm120_op_cache",
+        "sm120_op_gemm",
+        "sm120_op_hyper",
+        "sm120_op_logits",
+        "sm120_op_plan",
+        "sm120_op_reference",
+        "sm120_op_sampler",
+        "sm120_op_table",
+        "sm120_op_topk",
     )
 )

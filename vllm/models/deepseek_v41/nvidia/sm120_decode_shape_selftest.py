@@ -159,7 +159,8 @@ def check(report: Report, options: Any, argv: Sequence[str]) -> None:
     args = from_argv.parse(argv)
     plan = judge(report, options, args, capability)
     if not options.rules_only:
-        _on_each_gpu(report, plan, args)
+        quiet = (lambda _: None) if options.quiet else _say
+        _on_each_gpu(report, plan, args, options.calls, quiet)
 
 
 def judge(
@@ -190,7 +191,13 @@ def judge(
     return plan
 
 
-def _on_each_gpu(report: Report, plan: Any, args: argparse.Namespace) -> None:
+def _on_each_gpu(
+    report: Report,
+    plan: Any,
+    args: argparse.Namespace,
+    calls: Sequence[str] | None = None,
+    say: Callable[[str], None] = _say,
+) -> None:
     """The device rows, on every GPU of this host that the argv uses.
 
     With Ray the argv does not say how many of its GPUs a host has: all that are visible
@@ -213,8 +220,9 @@ def _on_each_gpu(report: Report, plan: Any, args: argparse.Namespace) -> None:
         )
     for number in range(wanted):
         _real_capability(number)
+    ops = device.op_rows(report, plan, calls)
     for number in range(wanted):
-        device.run(report, plan, f"cuda:{number}")
+        device.run(report, plan, f"cuda:{number}", ops=ops, say=say)
 
 
 def _real_capability(number: int = 0) -> tuple[int, int]:

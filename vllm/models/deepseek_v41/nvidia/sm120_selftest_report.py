@@ -19,7 +19,22 @@ from typing import Any
 SCHEMA = 1
 
 # What the rules and the device can be asked about, by the rows' ``call``.
-CALLS = ("attention", "indexer")
+CALLS = (
+    "attention",
+    "indexer",
+    # The ops of sm120_op_plan.py: on the device only.
+    "hc_prenorm",
+    "hc_fused",
+    "mxfp8",
+    "experts",
+    "kv_insert",
+    "compressor",
+    "indexer_store",
+    "prefill_logits",
+    "topk",
+    "candidates",
+    "sampler",
+)
 
 # Gates that end in NOT RUN: nothing about a kernel can be said.
 NOT_RUN_GATES = frozenset({"arguments", "checkpoint", "device"})
