@@ -27,6 +27,7 @@ from .sm120_sparse_mla_plan import (
     MAX_HEADS,
     MAX_TOKENS,
     Config,
+    Gpu,
     largest_workspace_floats,
     plan,
     workspace_floats,
@@ -181,7 +182,7 @@ def _candidates_kernel(
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
     SPLIT: tl.constexpr,
-    PREFETCH: tl.constexpr,
+    AHEAD: tl.constexpr,
     HEADS: tl.constexpr,
     CANDIDATES: tl.constexpr,
     EMULATED: tl.constexpr,
@@ -218,7 +219,7 @@ def _candidates_kernel(
     acc = tl.zeros((8, HEADS, 64), tl.float32)
     largest = tl.full((HEADS,), float("-inf"), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
-    if PREFETCH:
+    if AHEAD:
         valid, nope, rope, scale = _step(
             first,
             swa_steps,
@@ -431,7 +432,7 @@ def sparse_mla(
         return
     extra_width = extra_indices.shape[1] if has_extra else 0
     planned = plan(
-        tokens, heads, swa_indices.shape[1], extra_width, _sms(q.device), config
+        tokens, heads, swa_indices.shape[1], extra_width, gpu_of(q.device), config
     )
     splits, cut = planned.splits, planned.config
     if splits == 1:
@@ -475,12 +476,13 @@ def sparse_mla(
         HAS_SINKS=sinks is not None,
         HAS_LSE=lse is not None,
         SPLIT=splits > 1,
-        PREFETCH=cut.prefetch,
+        AHEAD=cut.ahead,
         HEADS=cut.heads,
         CANDIDATES=cut.candidates,
         EMULATED=_EMULATED,
         num_warps=cut.warps,
         num_stages=1,
+        maxnreg=cut.registers,
     )
     if splits > 1:
         _merge_kernel[(heads, tokens, HEAD_DIM // _MERGE_COLUMNS)](
@@ -503,25 +505,28 @@ def sparse_mla(
 
 
 _workspaces: dict[torch.device, torch.Tensor] = {}
-_multiprocessors: dict[torch.device, int] = {}
+_gpus: dict[torch.device, Gpu] = {}
 
 
 def default_workspace(device: torch.device) -> torch.Tensor:
     """fp32, enough for any call on this device; allocated once, and kept. Call it
     before a CUDA graph is captured."""
     if device not in _workspaces:
-        floats = largest_workspace_floats(_sms(device))
+        floats = largest_workspace_floats(gpu_of(device))
         _workspaces[device] = torch.empty(floats, dtype=torch.float32, device=device)
     return _workspaces[device]
 
 
-def _sms(device: torch.device) -> int:
-    if device not in _multiprocessors:
-        count = 4  # in Triton's interpreter
+def gpu_of(device: torch.device) -> Gpu:
+    """What planning needs to know of a device; a small GPU for the interpreter."""
+    if device not in _gpus:
+        found = Gpu(sms=4, shared=100 << 10)
         if device.type == "cuda":
-            count = torch.cuda.get_device_properties(device).multi_processor_count
-        _multiprocessors[device] = count
-    return _multiprocessors[device]
+            had = torch.cuda.get_device_properties(device)
+            shared = had.shared_memory_per_multiprocessor
+            found = Gpu(had.multi_processor_count, shared)
+        _gpus[device] = found
+    return _gpus[device]
 
 
 def _checked_query(

@@ -1,25 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
 """How one sparse-MLA call is cut into programs: tile sizes by shape, in one table.
 
-Pure Python, so that planning costs a call microseconds and tests need no GPU. What is
-tuned on a GPU is ``CONFIGS`` and ``choose``; the kernel's logic does not change.
+Pure Python: planning a call needs no GPU. What is tuned on one is ``CONFIGS`` and
+``choose``; the kernel's logic does not change.
 """
 
 from dataclasses import dataclass
 
-# A record's latent width, and its eight slices of 64: seven with one UE8M0 scale each,
-# and the bf16 RoPE part (sm120_packed_cache).
+# Values of a record, and of a head.
 HEAD_DIM = 512
 
-# Most query heads of a call (vLLM pads to 128 at most).
+# Most query heads of a call: what vLLM pads to at most.
 MAX_HEADS = 128
+
+# Most tokens of a call: CUDA's limit on a grid's second dimension.
+MAX_TOKENS = 65535
 
 # Most parts that a token's candidates are cut into: the merge holds all of them at
 # once, in registers.
 MAX_SPLITS = 64
 
-# Programs of a grid's second dimension, in CUDA.
-MAX_TOKENS = 65535
+# 32-bit registers of a multiprocessor, and its warp (CUDA, every compute capability
+# from 8.0 to 12.1).
+REGISTERS = 65536
+WARP = 32
+
+# Shared memory that the driver keeps of each block (CUDA, since 8.0), in bytes.
+RESERVED_SHARED = 1024
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What planning needs to know of a GPU.
+
+    Attributes:
+        sms: multiprocessors.
+        shared: bytes of shared memory of each.
+    """
+
+    sms: int
+    shared: int
 
 
 @dataclass(frozen=True)
@@ -27,41 +47,56 @@ class Config:
     """Tile sizes of one kernel.
 
     Attributes:
-        heads: query heads of a program, which share each gathered record: 16 is what
-            one tensor-core instruction takes.
+        heads: query heads of a program, which share each gathered record. 16 fill a
+            tensor-core instruction.
         candidates: records of a step.
         warps: warps of a program. The eight slices of a record are dealt to them.
-        prefetch: whether the next step's records are read, into registers, before
-            this step's are used.
-        per_sm: programs that one multiprocessor holds at once, by registers and shared
-            memory: what the number of splits is chosen for.
+        ahead: whether a step's records are read, into registers, while the step
+            before is computed.
+        registers: a thread's, at most: the compiler is held to it.
+        shared: bytes of shared memory.
     """
 
     heads: int
     candidates: int
     warps: int
-    prefetch: bool
-    per_sm: int
+    ahead: bool
+    registers: int
+    shared: int
+
+    def programs(self, gpu: Gpu) -> int:
+        """Programs that one multiprocessor holds at once."""
+        threads = self.warps * WARP
+        by_registers = REGISTERS // (threads * self.registers)
+        by_shared = gpu.shared // (self.shared + RESERVED_SHARED)
+        return max(1, min(by_registers, by_shared))
 
 
-# Registers and shared memory of each: `python -m benchmarks.sparse_mla --compile`.
+_KIB = 1024
+
+# `python -m benchmarks.sparse_mla_compile` shows each one's shared memory and that none
+# spills; tests hold it to that. 99 KiB is what a block of SM12x may have.
 CONFIGS = {
-    "few": Config(heads=16, candidates=32, warps=4, prefetch=False, per_sm=1),
-    "many": Config(heads=16, candidates=32, warps=8, prefetch=True, per_sm=1),
-    "wide": Config(heads=32, candidates=32, warps=8, prefetch=True, per_sm=1),
+    "16 heads, 16 records, 8 warps": Config(16, 16, 8, False, 128, 48 * _KIB),
+    "16 heads, 16 records, 8 warps, ahead": Config(16, 16, 8, True, 128, 48 * _KIB),
+    "16 heads, 32 records, 4 warps": Config(16, 32, 4, False, 255, 80 * _KIB),
+    "16 heads, 32 records, 8 warps": Config(16, 32, 8, False, 255, 80 * _KIB),
+    "16 heads, 32 records, 8 warps, ahead": Config(16, 32, 8, True, 255, 80 * _KIB),
+    "32 heads, 16 records, 8 warps": Config(32, 16, 8, False, 255, 64 * _KIB),
+    "32 heads, 16 records, 8 warps, ahead": Config(32, 16, 8, True, 255, 64 * _KIB),
+    "32 heads, 32 records, 8 warps": Config(32, 32, 8, False, 255, 96 * _KIB),
+    "32 heads, 32 records, 8 warps, ahead": Config(32, 32, 8, True, 255, 96 * _KIB),
 }
 
 
-def choose(tokens: int, heads: int, sms: int) -> str:
-    """The name of the config for a call.
-
-    Args:
-        tokens, heads: of the call.
-        sms: multiprocessors of the GPU.
-    """
+def choose(tokens: int, heads: int, gpu: Gpu) -> str:
+    """The name of the config for a call. Not tuned on a GPU yet."""
     if heads > 16:
-        return "wide"
-    return "few" if tokens * 4 <= sms else "many"
+        return "32 heads, 16 records, 8 warps, ahead"
+    # Where tokens are few, each step's latency counts: the smallest step.
+    if tokens * 8 <= gpu.sms:
+        return "16 heads, 16 records, 8 warps"
+    return "16 heads, 16 records, 8 warps, ahead"
 
 
 @dataclass(frozen=True)
@@ -84,7 +119,7 @@ def plan(
     heads: int,
     width: int,
     extra_width: int,
-    sms: int,
+    gpu: Gpu,
     config: Config | None = None,
 ) -> Plan:
     """Cuts a call into programs: as many as the GPU holds at once, no more.
@@ -92,16 +127,16 @@ def plan(
     Args:
         tokens, heads: of the call.
         width, extra_width: columns of the two index tables.
-        sms: multiprocessors of the GPU.
+        gpu: where it runs.
         config: None: ``choose``.
     """
     if config is None:
-        config = CONFIGS[choose(tokens, heads, sms)]
+        config = CONFIGS[choose(tokens, heads, gpu)]
     head_blocks = -(-heads // config.heads)
     steps = -(-width // config.candidates) - (-extra_width // config.candidates)
-    room = sms * config.per_sm // max(1, tokens * head_blocks)
+    room = gpu.sms * config.programs(gpu) // max(1, tokens * head_blocks)
     splits = max(1, min(steps, room, MAX_SPLITS))
-    # As few splits as finish at the same step.
+    # No more splits than finish at the same step.
     splits = -(-steps // -(-steps // splits)) if steps else 1
     return Plan(config, head_blocks, splits)
 
@@ -112,8 +147,8 @@ def workspace_floats(tokens: int, heads: int, splits: int) -> int:
     return 0 if splits == 1 else tokens * heads * splits * (HEAD_DIM + 1)
 
 
-def largest_workspace_floats(sms: int) -> int:
-    """What no call's ``workspace_floats`` exceeds on a GPU with so many
-    multiprocessors: ``plan`` splits only up to the programs that it holds at once."""
-    programs = max(sms * c.per_sm * c.heads for c in CONFIGS.values())
-    return programs * (HEAD_DIM + 1)
+def largest_workspace_floats(gpu: Gpu) -> int:
+    """What no call's ``workspace_floats`` exceeds on a GPU: ``plan`` splits only up to
+    the programs that it holds at once."""
+    heads = max(c.programs(gpu) * c.heads for c in CONFIGS.values())
+    return gpu.sms * heads * (HEAD_DIM + 1)
