@@ -164,7 +164,10 @@ def refused(change):
         "sinks": {"sinks": case.sinks.double()},
         "lse": {"lse": torch.empty(4, 2)},
         "no extra indices": {"extra_cache": args["swa_cache"]},
-        "workspace": {"workspace": torch.empty(1)},
+        "workspace": {
+            "swa_indices": window.indices.repeat(1, 5),
+            "workspace": torch.empty(1),
+        },
     }[change]
     try:
         ops.sparse_mla(**{**args, **wrong})

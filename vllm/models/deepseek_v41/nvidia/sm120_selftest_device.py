@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The self-test's device rows: the calls that the rules allow, made on the GPU.
 
-Each row's shape is run with random records at the planned strides, FlashInfer's DSv4
-entry point and DeepGEMM's paged MQA logits against the float64 reference, in a child
-process. Never run on SM12x so far: the two adapters are *source read*, the rest ran on
-a CPU with stand-in kernels.
+Each row's shape is run with random records at the planned strides: FlashInfer's DSv4
+entry point or the fork's sparse MLA, as the row's route says, and DeepGEMM's paged MQA
+logits, against the float64 reference, in a child process. Never run on SM12x so far:
+the adapters to the two libraries are *source read*, the rest ran on a CPU with stand-in
+kernels.
 """
 
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from vllm.models.deepseek_v41.nvidia.sm120_device_cases import (
 from vllm.models.deepseek_v41.nvidia.sm120_device_kernels import (
     deep_gemm_kernel,
     flashinfer_kernel,
+    fork_kernel,
 )
 from vllm.models.deepseek_v41.nvidia.sm120_selftest_report import (
     Fact,
@@ -41,6 +43,7 @@ def run(
     attention: Callable = flashinfer_kernel,
     indexer: Callable = deep_gemm_kernel,
     calls: Callable = in_child,
+    fork: Callable = fork_kernel,
 ) -> None:
     """Makes every row's calls and writes what came of them into the row.
 
@@ -50,19 +53,21 @@ def run(
         device: torch device.
         attention, indexer: make the kernels, in the child.
         calls: runs a list of DeviceCall and returns their results.
+        fork: makes the kernel of attention rows whose route is ``fork``.
     """
     waiting: list[tuple[Row, DeviceCall]] = []
     for row in report.rows:
         if not row.ok:
             continue
-        kernel = attention if row.call == "attention" else indexer
+        kernel = {"fork": fork, "flashinfer": attention}.get(row.route, indexer)
         for shape in _shapes(row, plan):
             waiting.append((row, DeviceCall(shape, kernel, device=device)))
     results = calls([call for _, call in waiting])
     for (row, _), result in zip(waiting, results, strict=True):
         if result.bound is not None:
             bound = Fact(result.bound.value, result.bound.source)
-            report.facts[f"{row.call}_bound"] = bound
+            of = "fork_attention" if row.route == "fork" else row.call
+            report.facts[f"{of}_bound"] = bound
         norms = [n for n in (row.error_norm, result.error_norm) if n is not None]
         row.error_norm = max(norms) if norms else None
         if result.ok or not row.ok:
