@@ -71,8 +71,8 @@ _POINTERS = {
     "parts": "*fp32",
 }
 
-# Arguments that a launch finds to be multiples of 16, as in the engine.
-_ALIGNED = ("q_", "out_", "swa_", "extra_")
+_ALIGNED = ("q_token", "q_head", "out_token", "out_head", "swa_stride", "extra_stride")
+"""Arguments that a launch specializes, and finds to be multiples of 16 in the engine."""
 
 
 def _kind(argument: str) -> str:
@@ -102,8 +102,7 @@ def build(
     attributes = {
         (at,): [["tt.divisibility", 16]]
         for at, name in enumerate(names)
-        if signature[name] != "constexpr"
-        and (signature[name][0] == "*" or name.startswith(_ALIGNED))
+        if signature[name] != "constexpr" and (signature[name][0] == "*" or name in _ALIGNED)
     }
     fixed = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, constexprs=fixed, attrs=attributes)

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from . import arms, checkpoint, report
 from .engine import SETUPS
+from .faults import FAULTS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -61,7 +62,7 @@ def jobs(names: Sequence[str], setups: Sequence[str], local: bool) -> list[Job]:
         for arm in names:
             chosen = SETUPS[setup]
             if (arm in chosen.arms or local) and (chosen.loads or arm == names[0]):
-                planted = chosen.faults and arm in ("fork", "fork-units")
+                planted = chosen.faults and any(arm in fault.arms for fault in FAULTS)
                 found.append(Job(arm, setup, faults=planted))
     return sorted(found, key=lambda job: not job.faults)
 

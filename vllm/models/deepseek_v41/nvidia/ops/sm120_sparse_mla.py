@@ -147,7 +147,22 @@ def _attend(
     return tl.dot(weights, records, acc), now, total
 
 
-@triton.jit
+# Triton compiles again where an integer is 1 or a multiple of 16. For these that would
+# only cost start-up time; strides decide how wide loads are.
+_UNSPECIALIZED = [
+    "heads",
+    "swa_page",
+    "swa_width",
+    "swa_row",
+    "extra_page",
+    "extra_width",
+    "extra_row",
+    "splits",
+    "head_blocks",
+]
+
+
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
 def _candidates_kernel(
     q,
     swa,
@@ -328,7 +343,7 @@ def _kept(sink_log2, lse_log2):
     return tl.where(lse_log2 == float("-inf"), 0.0, kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "splits"])
 def _merge_kernel(
     parts,
     sinks,
