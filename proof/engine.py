@@ -326,6 +326,10 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         result["failed"] = f"{type(error).__name__}: {error}"
         return result
     result |= _about(engine, time.monotonic() - start)
+    if job.get("speed"):
+        from .speed import measured
+
+        return result | {"speed": measured(engine)}
     for repeat in range(setup.repeats):
         for answer in ask(engine, setup.scenarios):
             result["runs"].append({"repeat": repeat, "fault": None, **answer})

@@ -44,15 +44,17 @@ _START_SECONDS = 60
 
 @dataclasses.dataclass
 class Job:
-    """One engine process."""
+    """One engine process; with ``speed`` it is timed (:mod:`proof.speed`), and asked
+    nothing else."""
 
     arm: str
     setup: str
     faults: bool
+    speed: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.setup}.{self.arm}"
+        return f"{self.setup}.{self.arm}" + (".speed" if self.speed else "")
 
 
 def jobs(names: Sequence[str], setups: Sequence[str], local: bool) -> list[Job]:

@@ -163,68 +163,42 @@ def workspace(device: torch.device, stock: Any) -> torch.Tensor:
     return own if mode() == "fork" else stock(device)
 
 
-def sparse_mla_dsv4(
-    *,
-    query: torch.Tensor,
-    swa_kv_cache: torch.Tensor,
-    workspace_buffer: torch.Tensor,
-    sparse_indices: torch.Tensor,
-    compressed_kv_cache: torch.Tensor | None,
-    out: torch.Tensor,
-    bmm1_scale: float,
-    sinks: torch.Tensor | None,
-    kv_layout: str,
-    swa_topk_lens: torch.Tensor | None,
-    extra_sparse_indices: torch.Tensor | None = None,
-    extra_sparse_topk_lens: torch.Tensor | None = None,
-) -> None:
+def sparse_mla_dsv4(**call: Any) -> None:
     """FlashInfer's DSv4 entry point, by the route of the call's shape.
 
-    Arguments as that function's: caches uint8 ``[blocks, page, 1, 584]``, ``query`` and
-    ``out`` bf16 ``[T, H, 512]``.
+    Keyword arguments as the attention class gives that function: ``query`` and ``out``
+    bf16 ``[T, H, 512]``, ``swa_kv_cache`` and ``compressed_kv_cache`` (or None) uint8
+    ``[blocks, page, 1, 584]``, their indices, lengths, ``sinks`` and ``bmm1_scale``.
     """
-    extra = compressed_kv_cache
-    small = query.shape[0] <= _decode_tokens(mode())
+    query, cache = call["query"], call["swa_kv_cache"]
+    extra, indices = call["compressed_kv_cache"], call["extra_sparse_indices"]
     route = _decided(
         mode(),
-        small,
+        query.shape[0] <= _decode_tokens(mode()),
         query.shape[1],
-        sparse_indices.shape[-1],
-        swa_kv_cache.shape[1],
-        0 if extra is None else extra_sparse_indices.shape[-1],
+        call["sparse_indices"].shape[-1],
+        cache.shape[1],
+        0 if extra is None else indices.shape[-1],
         0 if extra is None else extra.shape[1],
     )
-    if route == "fork":
-        from vllm.models.deepseek_v41.nvidia.ops.sm120_sparse_mla import sparse_mla
+    if route == "flashinfer":
+        from vllm.utils import flashinfer
 
-        sparse_mla(
-            query,
-            swa_kv_cache,
-            sparse_indices,
-            swa_topk_lens,
-            sinks,
-            bmm1_scale,
-            out,
-            extra_cache=extra,
-            extra_indices=None if extra is None else extra_sparse_indices,
-            extra_lens=None if extra is None else extra_sparse_topk_lens,
-        )
+        flashinfer.flashinfer_trtllm_batch_decode_sparse_mla_dsv4(**call)
         return
-    from vllm.utils.flashinfer import flashinfer_trtllm_batch_decode_sparse_mla_dsv4
+    from vllm.models.deepseek_v41.nvidia.ops.sm120_sparse_mla import sparse_mla
 
-    flashinfer_trtllm_batch_decode_sparse_mla_dsv4(
-        query=query,
-        swa_kv_cache=swa_kv_cache,
-        workspace_buffer=workspace_buffer,
-        sparse_indices=sparse_indices,
-        compressed_kv_cache=compressed_kv_cache,
-        out=out,
-        bmm1_scale=bmm1_scale,
-        sinks=sinks,
-        kv_layout=kv_layout,
-        swa_topk_lens=swa_topk_lens,
-        extra_sparse_indices=extra_sparse_indices,
-        extra_sparse_topk_lens=extra_sparse_topk_lens,
+    sparse_mla(
+        query,
+        cache,
+        call["sparse_indices"],
+        call["swa_topk_lens"],
+        call["sinks"],
+        call["bmm1_scale"],
+        call["out"],
+        extra_cache=extra,
+        extra_indices=None if extra is None else indices,
+        extra_lens=None if extra is None else call["extra_sparse_topk_lens"],
     )
 
 
