@@ -90,7 +90,8 @@ def build(
     constants: dict[str, Any],
     capability: int,
     warps: int,
-    registers: int | None = None,
+    stages: int = 1,
+    registers: int = 255,
 ) -> Any:
     """A compiled kernel of Triton's, without a GPU."""
     import triton
@@ -106,7 +107,7 @@ def build(
     }
     fixed = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, constexprs=fixed, attrs=attributes)
-    options = {"num_warps": warps, "num_stages": 1, "maxnreg": registers}
+    options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
@@ -156,7 +157,7 @@ def compiled(
                 "CANDIDATES": config.candidates,
                 "EMULATED": False,
             }
-            made = constants, capability, config.warps, config.registers
+            made = constants, capability, config.warps, config.stages, config.registers
             built = build(kernels._candidates_kernel, *made)
             yield read(name + (", split" if split else ""), capability, built)
     for splits in merges:

@@ -496,7 +496,7 @@ def sparse_mla(
         CANDIDATES=cut.candidates,
         EMULATED=_EMULATED,
         num_warps=cut.warps,
-        num_stages=1,
+        num_stages=cut.stages,
         maxnreg=cut.registers,
     )
     if splits > 1:
