@@ -10,6 +10,7 @@ SERIES = (
     "sm120_compressed_page_states",
     "sm120_kv_layout",
     "sm120_page_geometry_check",
+    "sm120_sparse_mla",
     "sm120_decode_shape_selftest",
 )
 
