@@ -158,6 +158,7 @@ def _row(
         "name": member.name,
         "verdict": standing.verdict,
         "why": list(standing.why),
+        "upstream": " ".join(member.upstream.split()),
         "variant": used,
         "declared": own is not None,
         "edits": [_edit(f, tree) for f in standing.findings],

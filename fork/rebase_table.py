@@ -104,4 +104,7 @@ def _without(row: dict[str, Any]) -> list[str]:
     if without["needed"]:
         return [f"{name}: {why}" for why in without["why"]]
     differs = "; ".join(without["differs"]) or "64 states everywhere"
-    return [f"{name}: every case passes, and no byte more a token. Its pages: {differs}"]
+    line = f"{name}: every case passes, and no byte more a token. Its pages: {differs}"
+    if row["verdict"] == "drift":
+        line += f". Upstream may have a form of its own: compare {row['upstream']}"
+    return [line]

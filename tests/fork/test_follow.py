@@ -127,3 +127,16 @@ def test_a_file_of_another_form_is_left_to_a_person(root, base, snapshot, path):
     with pytest.raises(ForkError, match=path):
         follow.write(root, pin.load(), {"0.34.0": base}, [result()])
     assert snapshot(root) == before
+
+
+def test_gives_the_pin_of_this_checkout_back(root):
+    """Without its newest base, then followed to it: UPSTREAM.toml byte for byte."""
+    whole = (root / "UPSTREAM.toml").read_text()
+    newest = pin.load().base
+    older = [version for version in pin.load().bases if version != newest]
+    text = whole[: whole.index(f'\n[bases."{newest}"]')]
+    (root / "UPSTREAM.toml").write_text(text.replace(f'base = "{newest}"', f'base = "{older[-1]}"'))
+    the_pin = pin.parse((root / "UPSTREAM.toml").read_text())
+    rows = [row("one"), row("two")]
+    follow.write(root, the_pin, {newest: pin.load().bases[newest]}, [result(newest, rows)])
+    assert (root / "UPSTREAM.toml").read_text() == whole

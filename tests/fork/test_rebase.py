@@ -268,6 +268,13 @@ class TestCommand:
         assert "'[128]', expected '[256]'" in done.stdout and "no such file" in done.stdout
         assert json.loads(self.run("0.33.0", "--json", "-").stdout)["releases"][0]["problems"]
 
+    def test_another_form_names_the_proposals(self, released):
+        self.use(self.make("a", WRONG, upstream="vllm#1 (open\n    proposal)"))
+        done = self.run("0.33.0")
+        assert done.exit_code == 1 and "not needed, by rule" in done.stdout
+        assert "64 states everywhere. Upstream may have a form of its own" in done.stdout
+        assert "compare vllm#1 (open proposal)" in done.stdout
+
     def test_latest(self, released, monkeypatch):
         monkeypatch.setattr(index, "releases", lambda: ["0.32.0", "0.33.0"])
         asked = []
