@@ -324,6 +324,10 @@ platform's attention class can set it.
 Tradeoff: on SM12x the KV cache takes 3240 B per token of context in place of 1800, as vLLM plans
 it for tensor parallel 4 and fp8: the specs' blocks differ, and so fewer caches share a group.
 
+The sliding-window page is a commit of its own, since FlashInfer 0.7.2 and newer take pages of 32,
+by their own rule: before, they refuse them. Where FlashInfer 0.7.2 is the oldest that counts, leave
+that commit out, and its test. 64 is the page of #56509, whose comments report SM12x hardware.
+
 Left out, on purpose:
 
 {kept}
