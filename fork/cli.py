@@ -15,7 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table
 
 import patches
-from fork import ForkError, fetch, foreign, pin, recipe, series, wheel
+from fork import ForkError, cli_rebase, fetch, foreign, pin, recipe, series, wheel
 from fork.patch import Standing, Verdict
 from fork.tree import FolderTree, Tree, WheelTree, open_tree
 
@@ -307,7 +307,7 @@ def geometry(
             module.default_argv(block_size),
             say=spinner.update,
         )
-    _give(result, json_path, show)
+    give(result, json_path, show)
     if plot is not None:
         from fork import plots
 
@@ -319,7 +319,7 @@ def geometry(
         raise typer.Exit(1)
 
 
-def _give(result: dict, json_path: Path | None, show: Callable[[dict, Console], None]) -> None:
+def give(result: dict, json_path: Path | None, show: Callable[[dict, Console], None]) -> None:
     """Writes JSON where it is asked for, and shows a table unless it went to stdout."""
     if json_path is not None:
         text = json.dumps(result, indent=1) + "\n"
@@ -374,7 +374,7 @@ def capacity(
             asked,
             say=spinner.update,
         )
-    _give(result, json_path, module.show)
+    give(result, json_path, module.show)
     if plot is not None:
         from fork import plots
 
@@ -440,12 +440,25 @@ def _write_beside(path: Path, text: str) -> None:
 
 
 @app.command("patches")
-def patches_command() -> None:
+def patches_command(
+    diagram: Annotated[
+        bool, typer.Option("--diagram", help="Print a Mermaid flowchart of what each edits.")
+    ] = False,
+    base: Base = None,
+) -> None:
     """List the series: each patch, why, and when to retire it."""
+    if diagram:
+        from fork import overview
+
+        print(overview.mermaid(series.members(), pin.load().of(base)[0]))
+        return
     for name in patches.SERIES:
         patch = series.load(name)
         title, retire = escape(patch.title), escape(patch.retire)
         out.print(f"[bold]{name}[/]\n  {title}\n  [dim]Retire:[/] {retire}\n")
+
+
+app.command()(cli_rebase.rebase)
 
 
 def main() -> None:

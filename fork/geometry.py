@@ -29,7 +29,7 @@ SCHEMA = 1
 MODEL = ROOT / "fork" / "model"
 """A config.json with DeepSeek-V4.1's dimensions, and no weights."""
 
-_SOURCES = re.compile(
+SOURCES = re.compile(
     r".*(\.py|\.json|\.txt|\.toml|/METADATA|/RECORD|/WHEEL)|vllm/third_party/deep_gemm/_C.*\.so"
 )
 """What a tree needs to be imported on a CPU: no native library but DeepGEMM's, whose
@@ -76,7 +76,7 @@ def measure(
         taken = pool.submit(_flashinfer_rules, base_pin)
         plans = {n: pool.submit(plan, f, [argv], capability) for n, f in folders.items()}
         page_rules = taken.result() | {"indexer": rules.deep_gemm(wheel)}
-        trees = {name: _judged(found.result()[0], page_rules) for name, found in plans.items()}
+        trees = {name: judged(found.result()[0], page_rules) for name, found in plans.items()}
     return {
         "schema": SCHEMA,
         "base": version,
@@ -87,7 +87,7 @@ def measure(
     }
 
 
-def _judged(plan: dict[str, Any], page_rules: dict[str, rules.PageRule]) -> dict[str, Any]:
+def judged(plan: dict[str, Any], page_rules: dict[str, rules.PageRule]) -> dict[str, Any]:
     for row in plan.get("specs", ()):
         refused = page_rules[row["layer_kind"]].refuses(row["states"])
         row |= {"legal": refused is None, "refused_by": refused}
@@ -145,7 +145,7 @@ def made_once(name: str, make: Callable[[Path], None]) -> Path:
 
 def _unpack(wheel: WheelTree, folder: Path) -> None:
     with zipfile.ZipFile(wheel.path) as archive:
-        names = [n for n in archive.namelist() if _SOURCES.fullmatch(n)]
+        names = [n for n in archive.namelist() if SOURCES.fullmatch(n)]
         archive.extractall(folder, names)
 
 

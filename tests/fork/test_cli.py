@@ -34,6 +34,7 @@ COMMANDS = {
     "probe": [
         *("--base", "--all-bases", "--members", "--tokens", "--calls", "--json", "--rules-only")
     ],
+    "rebase": ["--latest", "--tree", "--variants-of", "--text-only", "--json", "--write"],
     "patches": [],
 }
 

@@ -380,9 +380,9 @@ class TestJudged:
         [("swa", 64, True), ("swa", 32, False), ("main", 128, True), ("indexer", 128, False)],
     )
     def test_each_page_by_its_own_rule(self, kind, states, legal):
-        [got] = geometry._judged(plan_of(row(kind, states, "?")), RULES)["specs"]
+        [got] = geometry.judged(plan_of(row(kind, states, "?")), RULES)["specs"]
         assert got["legal"] is legal
         assert got["refused_by"] == (None if legal else str(RULES[kind]))
 
     def test_an_error_stays(self):
-        assert geometry._judged({"error": "x"}, RULES) == {"error": "x"}
+        assert geometry.judged({"error": "x"}, RULES) == {"error": "x"}

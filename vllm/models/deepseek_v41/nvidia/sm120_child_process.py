@@ -23,9 +23,12 @@ import torch
 from .sm120_device_calls import CallResult, failed, run_attention, run_indexer
 from .sm120_device_cases import AttentionShape, IndexerShape, random_case
 from .sm120_device_kernels import AttentionKernel, IndexerKernel
+from .sm120_op_call import FIRST_ENDED, REPEATS, OpCall
 
 # A child that was killed while a driver call hangs may never be reaped.
 _REAP_S = 10.0
+# How often a call that takes long is mentioned.
+_SAY_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -51,12 +54,27 @@ class DeviceCall:
         made_by = getattr(self.kernel, "__name__", str(self.kernel))
         return self.name or f"{made_by}: {kind}, {self.shape}"
 
+    def run(self, tell: Callable[[str], None]) -> CallResult:
+        """Makes the call, in the child."""
+        case = random_case(self.shape, self.seed, self.device)
+        kernel: Any = self.kernel()
+        if isinstance(self.shape, IndexerShape):
+            result = run_indexer(case, kernel, REPEATS)
+        else:
+            result = run_attention(case, kernel)
+        return replace(result, call=self.name) if self.name else result
+
+
+Call = DeviceCall | OpCall
+
 
 def in_child(
-    calls: Sequence[DeviceCall],
+    calls: Sequence[Call],
     limit_s: float = 600.0,
     start_s: float = 120.0,
     method: str = "spawn",
+    after_first_s: float = 120.0,
+    say: Callable[[str], None] = lambda _: None,
 ) -> list[CallResult]:
     """Makes the calls in order, in one child as long as it lives.
 
@@ -66,6 +84,8 @@ def in_child(
     Args:
         calls: the calls.
         limit_s: seconds that one call may take; compiling at first use counts.
+        after_first_s: seconds that an op may take once its first call has ended.
+        say: gets a line for each op's result, and while a call takes long.
         start_s: seconds for a child to start and import.
         method: of multiprocessing. ``spawn`` works whatever the parent has done with
             CUDA; ``forkserver`` and ``fork`` save imports and need a parent without it.
@@ -77,7 +97,7 @@ def in_child(
     results: list[CallResult] = []
     while len(results) < len(calls):
         rest = calls[len(results) :]
-        done, reason = _one_child(rest, limit_s, start_s, method)
+        done, reason = _one_child(rest, (limit_s, after_first_s), start_s, method, say)
         results += done
         if len(done) < len(rest) and reason:
             results.append(failed(str(rest[len(done)]), reason))
@@ -85,7 +105,11 @@ def in_child(
 
 
 def _one_child(
-    calls: Sequence[DeviceCall], limit_s: float, start_s: float, method: str
+    calls: Sequence[Call],
+    limits_s: tuple[float, float],
+    start_s: float,
+    method: str,
+    say: Callable[[str], None],
 ) -> tuple[list[CallResult], str]:
     """Results until the child ended, and why it did; "" where it ended by itself."""
     context = multiprocessing.get_context(method)
@@ -101,10 +125,15 @@ def _one_child(
             send.close()  # so that the child's end is the only one left to close
             _receive(receive, start_s, "the child did not start")
             while len(results) < len(calls):
-                message = _receive(receive, limit_s, "hung: no result")
+                waits_for = calls[len(results)]
+                message = _wait(receive, str(waits_for), limits_s[0], say)
+                if message == FIRST_ENDED:
+                    message = _receive(receive, limits_s[1], "hung: no result")
                 if message is None:
                     break
                 results.append(message)
+                if isinstance(waits_for, OpCall):
+                    say(_line(message))
             child.join(_REAP_S)
             return results, ""
         except TimeoutError as error:
@@ -117,42 +146,53 @@ def _one_child(
             _stop(child)
 
 
-def _receive(connection: Connection, limit_s: float, otherwise: str) -> Any:
+def _line(result: CallResult) -> str:
+    if not result.ok:
+        return f"wrong: {result.call}: {result.reason}"
+    times = f"first call {result.first_s:.1f} s, the rest {result.rest_s:.1f} s"
+    return f"right: {result.call}: error {result.error_norm:.2g}; {times}"
+
+
+def _wait(
+    connection: Connection, call: str, limit_s: float, say: Callable[[str], None]
+) -> Any:
+    """Receives; says every 15 seconds that it still waits."""
+    waited = 0.0
+    while waited + _SAY_S < limit_s and not connection.poll(_SAY_S):
+        waited += _SAY_S
+        say(f"{call}: compiling or running for {waited:g} s (at most {limit_s:g} s)")
+    return _receive(connection, limit_s - waited, "hung: no result", limit_s)
+
+
+def _receive(
+    connection: Connection, limit_s: float, otherwise: str, named_s: float = 0.0
+) -> Any:
     if not connection.poll(limit_s):
-        raise TimeoutError(f"{otherwise} in {limit_s:g} s")
+        raise TimeoutError(f"{otherwise} in {named_s or limit_s:g} s")
     try:
         return connection.recv()
     except OSError as error:  # a message that the child did not finish
         raise EOFError from error
 
 
-def _child_main(send: Connection, calls: list[DeviceCall], output: str) -> None:
-    """Sends "started", then one result a call; None where the device is lost."""
+def _child_main(send: Connection, calls: list[Call], output: str) -> None:
+    """Sends "started", then a result a call, before an op's result ``FIRST_ENDED``;
+    None where the device is lost."""
     os.setsid()  # so that compilers it starts can be stopped with it
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     send.send("started")
     for call in calls:
-        result = _run(call)
+        try:
+            result = call.run(send.send)
+        except Exception as error:
+            result = failed(str(call), error)
         send.send(result)
         if not result.ok and not _device_lives(call.device):
             send.send(None)
             break
     send.close()
-
-
-def _run(call: DeviceCall) -> CallResult:
-    try:
-        case = random_case(call.shape, call.seed, call.device)
-        kernel: Any = call.kernel()
-        if isinstance(call.shape, IndexerShape):
-            result = run_indexer(case, kernel)
-        else:
-            result = run_attention(case, kernel)
-    except Exception as error:
-        return failed(str(call), error)
-    return replace(result, call=call.name) if call.name else result
 
 
 def _device_lives(device: str) -> bool:

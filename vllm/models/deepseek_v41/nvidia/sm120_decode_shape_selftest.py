@@ -26,9 +26,6 @@ from vllm.models.deepseek_v41.nvidia.sm120_selftest_report import (
     Report,
 )
 
-# Gates that a report may name one day; this build says nothing about them.
-_NOT_EVALUATED = ("memory", "ops", "toolchain")
-
 
 def _say(line: str) -> None:
     print(line, flush=True)
@@ -61,6 +58,18 @@ def _parser() -> argparse.ArgumentParser:
         metavar="12.0",
         help="with --rules-only: a hypothetical target",
     )
+    parser.add_argument(
+        "--device-memory-gib",
+        type=_gib,
+        metavar="N",
+        help="memory of a GPU, for gate memory; what it has if not given",
+    )
+    parser.add_argument(
+        "--host-memory-gib",
+        type=_gib,
+        metavar="N",
+        help="memory of the host, for gate memory; what it has if not given",
+    )
     parser.add_argument("--quiet", action="store_true", help="the last line only")
     return parser
 
@@ -84,6 +93,13 @@ def _capability(text: str) -> tuple[int, int]:
     if not (major.isdecimal() and minor.isdecimal() and len(text) < 6):
         raise argparse.ArgumentTypeError(f"{text!r} is not like 12.0")
     return int(major), int(minor)
+
+
+def _gib(text: str) -> float:
+    size = float(text)
+    if not 0 < size < 1 << 20:
+        raise argparse.ArgumentTypeError("memory is more than 0 and below 1048576 GiB")
+    return size
 
 
 def main(given: Sequence[str] | None = None, say: Callable[[str], None] = _say) -> int:
@@ -130,7 +146,6 @@ def check(report: Report, options: Any, argv: Sequence[str]) -> None:
         ".".join(map(str, capability)),
         "--capability" if options.capability else "vllm.platforms",
     )
-    report.facts["not_evaluated"] = Fact(list(_NOT_EVALUATED), "this build")
     if capability[0] != 12:
         raise Refusal(
             "device", f"capability {capability[0]}.{capability[1]}, need 12.x"
@@ -144,7 +159,8 @@ def check(report: Report, options: Any, argv: Sequence[str]) -> None:
     args = from_argv.parse(argv)
     plan = judge(report, options, args, capability)
     if not options.rules_only:
-        _on_each_gpu(report, plan, args)
+        quiet = (lambda _: None) if options.quiet else _say
+        _on_each_gpu(report, plan, args, options.calls, quiet)
 
 
 def judge(
@@ -157,21 +173,31 @@ def judge(
     """
     from vllm.models.deepseek_v41.nvidia import sm120_selftest_rules as rules
     from vllm.models.deepseek_v41.nvidia import sm120_selftest_warnings as warnings
+    from vllm.models.deepseek_v41.nvidia.sm120_selftest_path import Path as RestOfPath
 
     checkpoint = from_argv.check_checkpoint(args.model)
     from_argv.check_heads(args, checkpoint)
     config = from_argv.engine_config(args)
     report.warnings |= warnings.find(args, config, capability)
+    rest = RestOfPath(report, options, config, capability)
     _backend(config, capability)
     rules.parallel_layout(report, config)
     _weights(report, args.model, config)
+    rest.select()
     plan = _plan(config)
+    rest.remember(plan)
     ranks = int(args.tensor_parallel_size)
     rules.run(report, plan, ranks, options.tokens, options.calls or CALLS)
     return plan
 
 
-def _on_each_gpu(report: Report, plan: Any, args: argparse.Namespace) -> None:
+def _on_each_gpu(
+    report: Report,
+    plan: Any,
+    args: argparse.Namespace,
+    calls: Sequence[str] | None = None,
+    say: Callable[[str], None] = _say,
+) -> None:
     """The device rows, on every GPU of this host that the argv uses.
 
     With Ray the argv does not say how many of its GPUs a host has: all that are visible
@@ -194,8 +220,9 @@ def _on_each_gpu(report: Report, plan: Any, args: argparse.Namespace) -> None:
         )
     for number in range(wanted):
         _real_capability(number)
+    ops = device.op_rows(report, plan, calls)
     for number in range(wanted):
-        device.run(report, plan, f"cuda:{number}")
+        device.run(report, plan, f"cuda:{number}", ops=ops, say=say)
 
 
 def _real_capability(number: int = 0) -> tuple[int, int]:
@@ -290,7 +317,14 @@ def _tell(report: Report, quiet: bool, say: Callable[[str], None]) -> None:
         failed = sum(not row.ok for row in report.rows)
         if report.rows:
             say(f"{len(report.rows)} rows, {failed} refused")
-            say(f"not evaluated: {', '.join(_NOT_EVALUATED)}")
+        if report.selection:
+            refused = sum(not row.ok for row in report.selection)
+            say(f"{len(report.selection)} ops selected, {refused} refused")
+        if memory := report.facts.get("memory"):
+            say(f"memory: {memory.value['says']}")
+        left = report.facts.get("not_evaluated")
+        if left and left.value:
+            say(f"not evaluated: {', '.join(left.value)} ({left.source})")
         assumed = [f"{n} ({f.assumed})" for n, f in report.facts.items() if f.assumed]
         if assumed:
             say(f"assumed: {'; '.join(assumed)}")

@@ -10,7 +10,7 @@ The self-test's device part; tests may run it on any device, with any kernel::
 crash or hang.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -41,6 +41,9 @@ class CallResult:
         error_norm: the worst row's relative norm; None where nothing was compared.
         bound: what it may be at most, and why; None where nothing was compared.
         reason: why not ``ok``; empty otherwise.
+        first_s: seconds of the first call, which compiles; None where not timed.
+        rest_s: seconds of everything else: inputs, reference, comparison, repeats.
+        peak_bytes: GPU memory that was allocated at most; None where not measured.
     """
 
     call: str
@@ -48,6 +51,9 @@ class CallResult:
     error_norm: float | None = None
     bound: Bound | None = None
     reason: str = ""
+    first_s: float | None = None
+    rest_s: float | None = None
+    peak_bytes: int | None = None
 
 
 def run_attention(case: AttentionCase, kernel: AttentionKernel) -> CallResult:
@@ -86,8 +92,12 @@ def run_attention(case: AttentionCase, kernel: AttentionKernel) -> CallResult:
     return _judged(call, kernel.bound, torch.cat(norms), ("token", "head"))
 
 
-def run_indexer(case: IndexerCase, kernel: IndexerKernel) -> CallResult:
+def run_indexer(
+    case: IndexerCase, kernel: IndexerKernel, repeats: int = 1
+) -> CallResult:
     """Runs the kernel, checks every logit of every context, page by page.
+
+    ``repeats`` calls must agree to the bit: a race shows as a difference.
 
     The kernel allocates its own output, so poison is laid where PyTorch's allocator is
     likely to put it; where it hands out other memory, that one check is weaker.
@@ -125,14 +135,30 @@ def run_indexer(case: IndexerCase, kernel: IndexerKernel) -> CallResult:
     norms = relative_norms(
         got.view(by_page), want.masked_fill(outside, 0.0).view(by_page)
     )
-    return _judged(call, kernel.bound, norms, ("row", "page"))
+    result = _judged(call, kernel.bound, norms, ("row", "page"))
+    for number in range(2, repeats + 1 if result.ok else 0):
+        again = kernel(*inputs, case.weights)[:, : got.shape[1]]
+        again = torch.nn.functional.pad(again, (0, got.shape[1] - again.shape[1]))
+        differs = again.masked_fill(outside, 0.0).view(torch.uint8)
+        differs = differs != got.contiguous().view(torch.uint8)
+        if differs.any():
+            reason = (
+                f"call {number} of {repeats} on the same inputs differs from the first "
+                f"in {int(differs.sum())} bytes, as after a race"
+            )
+            return replace(result, ok=False, reason=reason)
+    return result
 
 
 def failed(call: str, why: str | Exception) -> CallResult:
     """The result of a call that nothing could be compared of."""
     if isinstance(why, Exception):
         lines = str(why).strip().splitlines() or ["no message"]
-        why = f"raised {type(why).__name__}: {lines[0][:500]}"
+        # Compilers print their input first.
+        telling = next((line for line in lines if "error:" in line), lines[0])
+        if telling.rstrip().endswith(":"):
+            telling = " ".join(" ".join(lines).split())
+        why = f"raised {type(why).__name__}: {telling.strip()[:500]}"
     return CallResult(call, False, reason=why)
 
 
