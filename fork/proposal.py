@@ -34,6 +34,10 @@ KEPT = {
         "general rule in the KV cache planner, a change to core files for every model: a "
         "proposal of its own, once the fix is in, after an RFC"
     ),
+    "sm120_sparse_mla": (
+        "a kernel of the fork's own with its route, for what FlashInfer refuses: the fix needs "
+        "none of it, and it has not run on SM12x"
+    ),
     "sm120_page_geometry_check": (
         "it guards this fork's own edits at start-up; upstream's tests do that for upstream"
     ),
