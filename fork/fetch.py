@@ -128,6 +128,18 @@ def prepare_metadata_for_build_wheel(folder, config_settings=None):
 """
 
 
+def no_build(folder: Path, project: str, version: str) -> dict[str, str]:
+    """The environment in which pip, told ``--no-build-isolation --use-pep517``, runs nothing
+    of a source distribution; ``folder`` gets what it runs instead."""
+    backend = folder / "no-build" / "setuptools"
+    backend.mkdir(parents=True)
+    (backend / "__init__.py").touch()
+    name = f"{project}-{version}"
+    text = _NO_BUILD.format(name=name, project=project, version=version)
+    (backend / "build_meta.py").write_text(text)
+    return {"PYTHONPATH": str(backend.parent)}
+
+
 def _pip_download(project: str, version: str, pin: WheelPin, folder: Path) -> Path:
     # The hash in the requirement makes pip refuse any other file, before us.
     requirement = folder / "requirement.txt"
@@ -142,13 +154,7 @@ def _pip_download(project: str, version: str, pin: WheelPin, folder: Path) -> Pa
         command += ["--platform", tag] if tag != "any" else []
     else:
         command += ["--no-binary=:all:", "--no-build-isolation", "--use-pep517"]
-        backend = folder / "no-build" / "setuptools"
-        backend.mkdir(parents=True)
-        (backend / "__init__.py").touch()
-        name = f"{project}-{version}"
-        text = _NO_BUILD.format(name=name, project=project, version=version)
-        (backend / "build_meta.py").write_text(text)
-        environment["PYTHONPATH"] = str(backend.parent)
+        environment |= no_build(folder, project, version)
     command += ["--requirement", str(requirement)]
     print(f"fetching {pin.name}", file=sys.stderr, flush=True)
     done = subprocess.run(command, capture_output=True, text=True, env=environment)

@@ -75,7 +75,9 @@ def _table(version: str, base: pin.BasePin) -> str:
     for name in ("flashinfer", "torch", "transformers", "deep_gemm"):
         lines.append(f'{name} = "{getattr(base, name)}"')
     files = {f"wheels.{name}": wheel for name, wheel in base.wheels.items()}
-    for name, wheel in (files | {"flashinfer_wheel": base.flashinfer_wheel}).items():
+    files["flashinfer_wheel"] = base.flashinfer_wheel
+    files |= {"sdist": base.sdist} if base.sdist else {}
+    for name, wheel in files.items():
         lines.append(f'{name} = {{ name = "{wheel.name}", sha256 = "{wheel.sha256}" }}')
     return "\n".join(lines) + "\n"
 

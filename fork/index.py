@@ -7,6 +7,7 @@ metadata, without its wheel.
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -67,6 +68,7 @@ def base_pin(version: str) -> BasePin:
         deep_gemm=deep_gemm_version(tree.read(DEEP_GEMM_INIT) or b""),
         wheels=wheels,
         flashinfer_wheel=flashinfer_wheel(flashinfer),
+        sdist=_sdist("vllm", version),
     )
 
 
@@ -124,17 +126,41 @@ def _resolve(project: str, version: str, platform: str) -> tuple[WheelPin, list[
             kind = NotOnIndex if "No matching distribution" in done.stderr else ForkError
             raise kind(f"pip found no {project}=={version} for {platform}: {_last_line(done)}")
         [found] = json.loads(report.read_text())["install"]
+    return _file(found, project, version), found["metadata"].get("requires_dist", [])
+
+
+def _sdist(project: str, version: str) -> WheelPin | None:
+    """The release's source distribution, None where the index has none. pip fetches it, and
+    nothing of it is run."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        command = ["install", "--quiet", "--dry-run", "--no-deps", "--ignore-installed"]
+        command += ["--no-binary=:all:", "--no-build-isolation", "--use-pep517"]
+        environment = fetch.no_build(Path(folder), project, version)
+        done = _pip(*command, "--report", str(report), f"{project}=={version}", **environment)
+        if "No matching distribution" in done.stderr:
+            return None
+        if done.returncode or not report.is_file():
+            raise ForkError(
+                f"pip could not fetch {project}=={version}'s source: {_last_line(done)}"
+            )
+        [found] = json.loads(report.read_text())["install"]
+    return _file(found, project, version)
+
+
+def _file(found: dict, project: str, version: str) -> WheelPin:
+    """Name and hash of what a report of pip's would install."""
     url, archive = found["download_info"]["url"], found["download_info"].get("archive_info", {})
     sha256 = archive.get("hashes", {}).get("sha256")
     if sha256 is None:
         raise ForkError(f"the index gives no SHA-256 for {project}=={version}: cannot pin it")
-    name = unquote(Path(urlsplit(url).path).name)
-    return WheelPin(name=name, sha256=sha256), found["metadata"].get("requires_dist", [])
+    return WheelPin(name=unquote(Path(urlsplit(url).path).name), sha256=sha256)
 
 
-def _pip(*arguments: str) -> subprocess.CompletedProcess:
+def _pip(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
-    return subprocess.run(command, capture_output=True, text=True)
+    given = os.environ | environment
+    return subprocess.run(command, capture_output=True, text=True, env=given)
 
 
 def _last_line(done: subprocess.CompletedProcess) -> str:

@@ -34,6 +34,10 @@ KEPT = {
         "general rule in the KV cache planner, a change to core files for every model: a "
         "proposal of its own, once the fix is in, after an RFC"
     ),
+    "sm120_sparse_mla": (
+        "a kernel of the fork's own with its route, for what FlashInfer refuses: the fix needs "
+        "none of it, and it has not run on SM12x"
+    ),
     "sm120_page_geometry_check": (
         "it guards this fork's own edits at start-up; upstream's tests do that for upstream"
     ),
@@ -323,6 +327,10 @@ platform's attention class can set it.
 
 Tradeoff: on SM12x the KV cache takes 3240 B per token of context in place of 1800, as vLLM plans
 it for tensor parallel 4 and fp8: the specs' blocks differ, and so fewer caches share a group.
+
+The sliding-window page is a commit of its own, since FlashInfer 0.7.2 and newer take pages of 32,
+by their own rule: before, they refuse them. Where FlashInfer 0.7.2 is the oldest that counts, leave
+that commit out, and its test. 64 is the page of #56509, whose comments report SM12x hardware.
 
 Left out, on purpose:
 

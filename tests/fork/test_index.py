@@ -97,6 +97,15 @@ def test_a_release(pip, wheel):
     assert all("--dry-run" in c and "--no-deps" in c for c in pip.commands)
 
 
+def test_a_source_distribution_where_there_is_one(pip, wheel):
+    assert index.base_pin("0.34.0").sdist is None
+    pip.has["vllm",] = ("vllm-0.34.0.tar.gz", {"sha256": "d" * 64})
+    found = index.base_pin("0.34.0").sdist
+    assert found == pin.WheelPin(name="vllm-0.34.0.tar.gz", sha256="d" * 64)
+    [command] = [c for c in pip.commands[-4:] if "--no-binary=:all:" in c]
+    assert {"--no-build-isolation", "--use-pep517", "--dry-run"} <= set(command)
+
+
 @pytest.mark.parametrize("missing", ["x86_64", "aarch64"])
 def test_a_platform_without_a_wheel(pip, wheel, missing):
     del pip.has["vllm", missing]
