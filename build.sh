@@ -4,6 +4,7 @@
 #
 #   ./build.sh              all of it
 #   ./build.sh --tests      also what the tests need; no geometry (used by ./test.sh)
+#   ./build.sh --tools      the tools and what the tests need; no vLLM
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -33,12 +34,13 @@ else
 fi
 
 group=fork
-[ "${1:-}" = --tests ] && group=test
+case ${1:-} in --tests | --tools) group=test ;; esac
 
 [ -x .venv/bin/python ] || "$uv" venv --quiet --python "$(command -v python3)" .venv
 python=.venv/bin/python
 say "tools"
 "$uv" pip install --quiet --python "$python" --group "$group"
+[ "${1:-}" != --tools ] || exit 0
 
 say "wheel"
 wheel=$("$python" -m fork wheel --out dist | tail -n 1)

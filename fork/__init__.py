@@ -14,10 +14,16 @@ transaction.py  many files written as one, or none
 wheel.py    the patched wheel
 git.py      git without the user's configuration
 history.py  the delta as a git branch, a unified diff, a format-patch series
+proposal.py the bug fix as a series for a person to submit upstream
 geometry.py pages and states that vLLM itself plans, stock and patched
 capacity.py what fits into a KV cache, by layout (kv_capacity.py inside a tree)
+overview.py the fork in one picture
 plots.py    geometry and capacity, drawn
 probe.py    the self-test on unpatched and patched trees
+index.py    what the package index has: releases, files, hashes, requirements
+trial.py    arms: some members on one release, run in scratch copies
+rebase.py   the series on another release: verdicts, and what still is needed
+follow.py   moving the pin to a release that is clean
 cli.py      python -m fork
 """
 

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table
 
 import patches
-from fork import ForkError, fetch, foreign, pin, recipe, series, wheel
+from fork import ForkError, cli_rebase, fetch, foreign, pin, recipe, series, wheel
 from fork.patch import Standing, Verdict
 from fork.tree import FolderTree, Tree, WheelTree, open_tree
 
@@ -201,14 +201,28 @@ def export(
     folder: Annotated[Path, typer.Argument(help="Where the .patch files go.")],
     base: Base = None,
     members: Members = None,
+    upstream: Annotated[
+        bool, typer.Option("--upstream", help="The bug fix alone, for a person to submit.")
+    ] = False,
+    test: Annotated[
+        bool, typer.Option("--tests/--no-tests", help="With --upstream: run its tests first.")
+    ] = True,
 ) -> None:
     """Write a format-patch series: why, upstream reference and test command in each.
 
-    Apply it with `git am --keep-non-patch` to upstream's own tree.
+    Apply it with `git am --keep-non-patch` to upstream's own tree. With --upstream: the fixes,
+    their tests and a cover letter, in upstream's form.
     """
-    from fork import history
+    from fork import history, proposal
 
-    for path in history.export(_upstream(base), _chosen(members), folder):
+    if upstream:
+        if members:
+            raise typer.BadParameter("--upstream has its own members (fork/proposal.py)")
+        with err.status("starting") as spinner:
+            written = proposal.export(pin.load(), folder, base, test, say=spinner.update)
+    else:
+        written = history.export(_upstream(base), _chosen(members), folder)
+    for path in written:
         print(path)
 
 
@@ -293,7 +307,7 @@ def geometry(
             module.default_argv(block_size),
             say=spinner.update,
         )
-    _give(result, json_path, show)
+    give(result, json_path, show)
     if plot is not None:
         from fork import plots
 
@@ -305,7 +319,7 @@ def geometry(
         raise typer.Exit(1)
 
 
-def _give(result: dict, json_path: Path | None, show: Callable[[dict, Console], None]) -> None:
+def give(result: dict, json_path: Path | None, show: Callable[[dict, Console], None]) -> None:
     """Writes JSON where it is asked for, and shows a table unless it went to stdout."""
     if json_path is not None:
         text = json.dumps(result, indent=1) + "\n"
@@ -360,7 +374,7 @@ def capacity(
             asked,
             say=spinner.update,
         )
-    _give(result, json_path, module.show)
+    give(result, json_path, module.show)
     if plot is not None:
         from fork import plots
 
@@ -426,12 +440,25 @@ def _write_beside(path: Path, text: str) -> None:
 
 
 @app.command("patches")
-def patches_command() -> None:
+def patches_command(
+    diagram: Annotated[
+        bool, typer.Option("--diagram", help="Print a Mermaid flowchart of what each edits.")
+    ] = False,
+    base: Base = None,
+) -> None:
     """List the series: each patch, why, and when to retire it."""
+    if diagram:
+        from fork import overview
+
+        print(overview.mermaid(series.members(), pin.load().of(base)[0]))
+        return
     for name in patches.SERIES:
         patch = series.load(name)
         title, retire = escape(patch.title), escape(patch.retire)
         out.print(f"[bold]{name}[/]\n  {title}\n  [dim]Retire:[/] {retire}\n")
+
+
+app.command()(cli_rebase.rebase)
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A wheel by name, version and hash, through pip, kept in the user's cache."""
+"""A wheel or source distribution by name, version and hash, through pip, kept in the
+user's cache."""
 
 import hashlib
 import os
@@ -55,13 +56,23 @@ def upstream_wheel(pin: Pin, base: str | None = None, target: str | None = None)
     return wheel("vllm", version, base_pin.wheels[target])
 
 
+def upstream_sdist(pin: Pin, base: str | None = None) -> Path | None:
+    """The upstream source distribution of ``base``, in the cache; None where none is pinned.
+
+    Raises:
+        ForkError: unknown base, no network and no cached file, wrong hash.
+    """
+    version, base_pin = pin.of(base)
+    return wheel("vllm", version, base_pin.sdist) if base_pin.sdist else None
+
+
 def flashinfer_wheel(base_pin: BasePin) -> Path:
     """The FlashInfer wheel that a base pins, in the cache."""
     return wheel("flashinfer-python", base_pin.flashinfer, base_pin.flashinfer_wheel)
 
 
 def wheel(project: str, version: str, pin: WheelPin) -> Path:
-    """The pinned wheel, from the cache or from the package index.
+    """The pinned file, from the cache or from the package index.
 
     The file gets its final name only after its hash was checked, so a killed
     download never leaves a file that passes for whole.
@@ -102,19 +113,45 @@ def _check(path: Path, pin: WheelPin) -> None:
         )
 
 
+# In place of the backend that a source distribution names: pip asks it for metadata even
+# where it only downloads, and the real one would run upstream's setup.py for that.
+_NO_BUILD = """\
+import pathlib
+
+def prepare_metadata_for_build_wheel(folder, config_settings=None):
+    info = pathlib.Path(folder) / "{name}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\\nName: {project}\\nVersion: {version}\\n"
+    )
+    return info.name
+"""
+
+
 def _pip_download(project: str, version: str, pin: WheelPin, folder: Path) -> Path:
-    tag = pin.name.removesuffix(".whl").rsplit("-", 1)[-1]
     # The hash in the requirement makes pip refuse any other file, before us.
     requirement = folder / "requirement.txt"
     requirement.write_text(f"{project}=={version} --hash=sha256:{pin.sha256}\n")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-    command += ["--no-cache-dir", "--only-binary=:all:", "--require-hashes"]
+    command += ["--no-cache-dir", "--require-hashes"]
     command += ["--disable-pip-version-check", "--dest", str(folder)]
-    if tag != "any":
-        command += ["--platform", tag]
+    environment = dict(os.environ)
+    if pin.name.endswith(".whl"):
+        command += ["--only-binary=:all:"]
+        tag = pin.name.removesuffix(".whl").rsplit("-", 1)[-1]
+        command += ["--platform", tag] if tag != "any" else []
+    else:
+        command += ["--no-binary=:all:", "--no-build-isolation", "--use-pep517"]
+        backend = folder / "no-build" / "setuptools"
+        backend.mkdir(parents=True)
+        (backend / "__init__.py").touch()
+        name = f"{project}-{version}"
+        text = _NO_BUILD.format(name=name, project=project, version=version)
+        (backend / "build_meta.py").write_text(text)
+        environment["PYTHONPATH"] = str(backend.parent)
     command += ["--requirement", str(requirement)]
     print(f"fetching {pin.name}", file=sys.stderr, flush=True)
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     path = folder / pin.name
     if done.returncode or not path.is_file():
         lines = [x for x in done.stderr.splitlines() if x.strip() and "WARNING" not in x]

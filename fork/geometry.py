@@ -29,7 +29,7 @@ SCHEMA = 1
 MODEL = ROOT / "fork" / "model"
 """A config.json with DeepSeek-V4.1's dimensions, and no weights."""
 
-_SOURCES = re.compile(
+SOURCES = re.compile(
     r".*(\.py|\.json|\.txt|\.toml|/METADATA|/RECORD|/WHEEL)|vllm/third_party/deep_gemm/_C.*\.so"
 )
 """What a tree needs to be imported on a CPU: no native library but DeepGEMM's, whose
@@ -76,7 +76,7 @@ def measure(
         taken = pool.submit(_flashinfer_rules, base_pin)
         plans = {n: pool.submit(plan, f, [argv], capability) for n, f in folders.items()}
         page_rules = taken.result() | {"indexer": rules.deep_gemm(wheel)}
-        trees = {name: _judged(found.result()[0], page_rules) for name, found in plans.items()}
+        trees = {name: judged(found.result()[0], page_rules) for name, found in plans.items()}
     return {
         "schema": SCHEMA,
         "base": version,
@@ -87,7 +87,7 @@ def measure(
     }
 
 
-def _judged(plan: dict[str, Any], page_rules: dict[str, rules.PageRule]) -> dict[str, Any]:
+def judged(plan: dict[str, Any], page_rules: dict[str, rules.PageRule]) -> dict[str, Any]:
     for row in plan.get("specs", ()):
         refused = page_rules[row["layer_kind"]].refuses(row["states"])
         row |= {"legal": refused is None, "refused_by": refused}
@@ -107,7 +107,7 @@ def need_dependencies() -> None:
 
 def stock_tree(wheel: WheelTree) -> Path:
     """The upstream sources, unpacked once into the cache."""
-    return _made_once(f"stock-{wheel.version}-{_digest(wheel)}", lambda f: _unpack(wheel, f))
+    return made_once(f"stock-{wheel.version}-{_digest(wheel)}", lambda f: _unpack(wheel, f))
 
 
 def patched_tree(wheel: WheelTree, members: Sequence[Patch], the_pin: pin.Pin) -> Path:
@@ -118,14 +118,14 @@ def patched_tree(wheel: WheelTree, members: Sequence[Patch], the_pin: pin.Pin) -
         shutil.copytree(stock_tree(wheel), folder, copy_function=os.link, dirs_exist_ok=True)
         series.apply(FolderTree(folder), members, the_pin)
 
-    return _made_once(f"patched-{wheel.version}-{_digest(wheel)}-{key[:16]}", make)
+    return made_once(f"patched-{wheel.version}-{_digest(wheel)}-{key[:16]}", make)
 
 
 def _digest(wheel: WheelTree) -> str:
     return wheel.path.parent.name  # the cache names the folder by the wheel's hash
 
 
-def _made_once(name: str, make: Callable[[Path], None]) -> Path:
+def made_once(name: str, make: Callable[[Path], None]) -> Path:
     """A folder under the cache that is whole or absent."""
     folder = fetch.cache_dir() / "trees" / name
     if folder.is_dir():
@@ -145,7 +145,7 @@ def _made_once(name: str, make: Callable[[Path], None]) -> Path:
 
 def _unpack(wheel: WheelTree, folder: Path) -> None:
     with zipfile.ZipFile(wheel.path) as archive:
-        names = [n for n in archive.namelist() if _SOURCES.fullmatch(n)]
+        names = [n for n in archive.namelist() if SOURCES.fullmatch(n)]
         archive.extractall(folder, names)
 
 
@@ -245,7 +245,7 @@ def flashinfer_overlay(base_pin: pin.BasePin) -> list[Path]:
         return []
     wheel = fetch.flashinfer_wheel(base_pin)
     name = f"flashinfer-{base_pin.flashinfer}-{wheel.parent.name}"
-    return [_made_once(name, lambda folder: zipfile.ZipFile(wheel).extractall(folder))]
+    return [made_once(name, lambda folder: zipfile.ZipFile(wheel).extractall(folder))]
 
 
 def _installed(project: str) -> str | None:

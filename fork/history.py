@@ -13,7 +13,7 @@ same bytes and commit ids, whatever the user's git is configured to do. The reci
 import os
 import tempfile
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fork import ForkError, recipe
@@ -49,7 +49,7 @@ def diff(tree: Tree, series: Sequence[Patch]) -> str:
     steps, _ = series_steps(tree, series)
     with tempfile.TemporaryDirectory() as scratch:
         repository = Path(scratch)
-        _build(repository, tree, _touched(steps), steps)
+        _build(repository, tree, _touched(steps), _commits(steps))
         return git(repository, "diff-tree", "-p", *_DIFF, UPSTREAM, SM120).decode("utf-8")
 
 
@@ -76,7 +76,7 @@ def branch(tree: Tree, series: Sequence[Patch], folder: Path) -> list[str]:
     with tempfile.TemporaryDirectory(prefix=".sm120-", dir=folder.parent) as scratch:
         repository = Path(scratch) / "repository"
         repository.mkdir()
-        _build(repository, tree, [*texts, *_touched(steps)], steps)
+        _build(repository, tree, [*texts, *_touched(steps)], _commits(steps))
         # For what the user does here later: some upstream files have CRLF line ends.
         git(repository, "config", "core.autocrlf", "false")
         git(repository, "read-tree", "--reset", "-u", SM120)
@@ -101,30 +101,57 @@ def export(tree: Tree, series: Sequence[Patch], folder: Path) -> list[Path]:
         ForkError: ``folder`` is a file or holds patches already, or git is missing or
             failed. Nothing was written.
     """
+    ready(folder)
+    steps, _ = series_steps(tree, series)
+    return write(folder, format_patch(tree, _commits(steps)))
+
+
+def ready(folder: Path) -> None:
+    """Raises ForkError where ``folder`` is a file or holds patches already."""
     folder = folder.expanduser()
     if folder.exists() and not folder.is_dir():
         raise ForkError(f"{folder} is a file. Give a folder.")
     if any(folder.glob("*.patch")):
         raise ForkError(f"{folder} holds patches already. Give a folder without *.patch files.")
-    steps, _ = series_steps(tree, series)
+
+
+def format_patch(tree: Tree, commits: Sequence[tuple[str, Changes]]) -> dict[str, bytes]:
+    """``git format-patch`` of commits on top of ``tree``: file name to bytes, in order.
+
+    Args:
+        commits: message and what it writes, each.
+    """
+    paths = [path for _, written in commits for path in written]
     with tempfile.TemporaryDirectory() as scratch:
         repository = Path(scratch)
-        _build(repository, tree, _touched(steps), steps)
+        _build(repository, tree, paths, commits)
         options = ("--quiet", "--zero-commit", "--no-signature", "--numbered", *_DIFF)
         git(repository, "format-patch", *options, "-o", "out", f"{UPSTREAM}..{SM120}")
-        made = {p.name: p.read_bytes() for p in sorted(repository.glob("out/*.patch"))}
+        return {p.name: p.read_bytes() for p in sorted(repository.glob("out/*.patch"))}
+
+
+def write(folder: Path, files: Mapping[str, bytes]) -> list[Path]:
+    """Writes ``files`` into ``folder``, which is made; returns their paths."""
+    folder = folder.expanduser()
     folder.mkdir(parents=True, exist_ok=True)
-    for name, data in made.items():
+    for name, data in files.items():
         (folder / name).write_bytes(data)
-    return [folder / name for name in made]
+    return [folder / name for name in files]
 
 
 def _touched(steps: Sequence[tuple[Patch, Changes]]) -> list[str]:
     return [path for _, written in steps for path in written]
 
 
+def _commits(steps: Sequence[tuple[Patch, Changes]]) -> list[tuple[str, Changes]]:
+    return [(_message(patch), written) for patch, written in steps]
+
+
 def _build(
-    repository: Path, tree: Tree, paths: Iterable[str], steps: Sequence[tuple[Patch, Changes]]
+    repository: Path,
+    tree: Tree,
+    paths: Iterable[str],
+    commits: Sequence[tuple[str, Changes]],
 ) -> None:
     """Makes the two branches, upstream with those of ``paths`` that ``tree`` has.
 
@@ -132,20 +159,20 @@ def _build(
     the user's has a say, and the whole of vLLM takes seconds.
     """
     git(repository, "init", "--quiet", "--template=", "--object-format=sha1", "-b", SM120)
-    stream = b"".join(_stream(tree, paths, steps))
+    stream = b"".join(_stream(tree, paths, commits))
     git(repository, "fast-import", "--quiet", "--done", "--date-format=raw", stdin=stream)
 
 
 def _stream(
-    tree: Tree, paths: Iterable[str], steps: Sequence[tuple[Patch, Changes]]
+    tree: Tree, paths: Iterable[str], commits: Sequence[tuple[str, Changes]]
 ) -> Iterator[bytes]:
     found = {p: tree.read(p) for p in dict.fromkeys(paths) if p != recipe.PATH}
     given = {path: data for path, data in found.items() if data is not None}
     title = f"vLLM {tree.version}\n\nText files only, as the tree has them.\n"
     yield from _commit(UPSTREAM, title, given)
     yield f"reset refs/heads/{SM120}\nfrom refs/heads/{UPSTREAM}\n\n".encode()
-    for patch, written in steps:
-        yield from _commit(SM120, _message(patch), written)
+    for message, written in commits:
+        yield from _commit(SM120, message, written)
     yield b"done\n"
 
 

@@ -116,6 +116,7 @@ class Finding:
 
     what: str
     found: Found
+    edit: Edit | None = None
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def examine(patch: Patch, tree: Tree, ours: bool) -> Standing:
         reason = f"no variant for base {tree.base}; the patch declares {declared}"
         return _landed(patch, tree) or Standing(Verdict.DRIFT, (reason,))
 
-    findings = [Finding(e.describe(), _find(tree, e)) for e in variant.edits]
+    findings = [Finding(e.describe(), _find(tree, e), e) for e in variant.edits]
     findings += [Finding(f"{p}: new module", _module(patch, tree, p)) for p in patch.modules]
     states = {f.found.state for f in findings}
     parts = tuple(findings)

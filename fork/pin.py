@@ -42,6 +42,8 @@ class BasePin(_Strict):
     deep_gemm: str
     wheels: dict[str, WheelPin]
     flashinfer_wheel: WheelPin
+    sdist: WheelPin | None = None
+    """The source distribution, which has upstream's tests; `export --upstream` alone uses it."""
 
 
 class Pin(_Strict):

@@ -24,21 +24,27 @@ def _hide_foreign_b12x() -> None:
         sys.modules["b12x"] = None
 
 
-def main() -> None:
-    """Reads the request, runs each, writes the reports."""
+def reports(requests: list[list[str]]) -> list[dict]:
+    """The self-test's report for each request."""
     _hide_foreign_b12x()
     from vllm.models.deepseek_v41.nvidia import sm120_decode_shape_selftest as selftest
 
-    reports = []
+    found = []
     with tempfile.TemporaryDirectory() as folder:
-        for given in json.loads(Path(sys.argv[1]).read_text()):
+        for given in requests:
             path = Path(folder) / "report.json"
             path.unlink(missing_ok=True)
             said: list[str] = []
             code = selftest.main(["--json", str(path), *given], said.append)
             report = json.loads(path.read_text())
-            reports.append(report | {"exit": code, "output": "\n".join(said)})
-    Path(sys.argv[2]).write_text(json.dumps(reports))
+            found.append(report | {"exit": code, "output": "\n".join(said)})
+    return found
+
+
+def main() -> None:
+    """Reads the request, runs each, writes the reports."""
+    found = reports(json.loads(Path(sys.argv[1]).read_text()))
+    Path(sys.argv[2]).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ class Tree:
         if metadata and (found := message_from_bytes(metadata)["Version"]):
             return found
         text = (self.read(_VERSION_FILE) or b"").decode("utf-8", "replace")
-        if found := re.search(r"^__version__ = .*'([^']+)'", text, re.MULTILINE):
+        if found := re.search(r"^__version__ = .*?'([^'\n]+)'", text, re.MULTILINE):
             return found.group(1)
         raise ForkError(
             f"{self} says no version: neither a dist-info folder nor {_VERSION_FILE}. "

@@ -18,6 +18,11 @@ OTHER_SPLIT = 2.5
 """Where blocks have another size, hits and preemptions fall on other tokens, so that some
 are computed by the prefill kernel instead of the decode kernel, which round differently."""
 
+OTHER_KERNEL = 5.0
+"""Another attention kernel sums in another order and rounds its operands otherwise: an
+untuned Triton kernel in FlashMLA's place was seen to double stock's noise, where a slot
+fault was 30 times it. Between the two: 5."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
@@ -58,6 +63,17 @@ def _opt_in(layout: str) -> Callable[[], None]:
     return prepare
 
 
+def _sm120_class() -> None:
+    """SM12x's attention class on another GPU, with the fork's sparse MLA in FlashInfer's
+    place, and SM12x's pages."""
+    os.environ["VLLM_SM120_SPARSE_MLA"] = "fork"
+    _opt_in("kernel-page-units")()
+    from vllm.models.deepseek_v41.nvidia import model
+    from vllm.models.deepseek_v41.nvidia.flashinfer_sparse import DeepseekV4FlashInferSM120Attention
+
+    model._select_dsv4_attn_cls = lambda vllm_config: DeepseekV4FlashInferSM120Attention
+
+
 ARMS = {
     "stock": Arm(True, _nothing, "upstream's files"),
     "stock-again": Arm(True, _nothing, "upstream's files, in another process"),
@@ -75,6 +91,13 @@ ARMS = {
         _opt_in("kernel-page-units"),
         "the fork's wheel, SM12x's pages opted in on SM90, in kernel-page units",
         same=OTHER_SPLIT,
+        same_hits=False,
+    ),
+    "fork-sm120": Arm(
+        False,
+        _sm120_class,
+        "the fork's wheel, SM12x's attention class and pages, the fork's sparse MLA",
+        same=OTHER_KERNEL,
         same_hits=False,
     ),
 }

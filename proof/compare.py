@@ -39,11 +39,6 @@ differences below it are rounding, even where stock repeats itself exactly."""
 FOUND = 10.0
 """A planted fault has to reach this excess in the scenario made for it."""
 
-OTHER_KERNEL = 5.0
-"""Another attention kernel sums in another order and rounds its operands otherwise: an
-untuned Triton kernel in FlashMLA's place was seen to double stock's noise, where a slot
-fault was 30 times it. Between the two: 5."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Result:

@@ -63,13 +63,13 @@ SETUPS = {
         ("few", "short", "long", "far", "decode", "warm", "evicted", "preempted", "mixed"),
         options={"enforce_eager": True},
         faults=True,
-        arms=("stock", "stock-again", "fork", "fork-pages", "fork-units"),
+        arms=("stock", "stock-again", "fork", "fork-pages", "fork-units", "fork-sm120"),
     ),
     "graphs": Setup(
         "text",
         ("decode", "warm", "mixed", "preempted"),
         options=_GRAPHS,
-        arms=("stock", "stock-again", "fork", "fork-units"),
+        arms=("stock", "stock-again", "fork", "fork-units", "fork-sm120"),
     ),
     "block-128": Setup(
         "text",
@@ -92,7 +92,7 @@ SETUPS = {
             "speculative_config": {"method": "dspark", "num_speculative_tokens": 5},
         },
         faults=True,
-        arms=("stock", "stock-again", "fork", "fork-units"),
+        arms=("stock", "stock-again", "fork", "fork-units", "fork-sm120"),
     ),
     "offload": Setup(
         "text",
@@ -107,7 +107,12 @@ SETUPS = {
         },
         arms=("stock", "fork-units"),
     ),
-    "engram": Setup("engram", ("short", "long", "decode", "warm"), options={"enforce_eager": True}),
+    "engram": Setup(
+        "engram",
+        ("short", "long", "decode", "warm"),
+        options={"enforce_eager": True},
+        arms=("stock", "fork", "fork-sm120"),
+    ),
     "vision": Setup(
         "vision",
         ("short", "image"),
@@ -117,6 +122,7 @@ SETUPS = {
             "limit_mm_per_prompt": {"image": 2},
             "mm_encoder_attn_backend": "TORCH_SDPA",
         },
+        arms=("stock", "fork", "fork-sm120"),
     ),
     "no-vision-layers": Setup(
         "text",
@@ -320,6 +326,10 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         result["failed"] = f"{type(error).__name__}: {error}"
         return result
     result |= _about(engine, time.monotonic() - start)
+    if job.get("speed"):
+        from .speed import measured
+
+        return result | {"speed": measured(engine)}
     for repeat in range(setup.repeats):
         for answer in ask(engine, setup.scenarios):
             result["runs"].append({"repeat": repeat, "fault": None, **answer})

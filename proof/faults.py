@@ -29,7 +29,7 @@ class Fault:
     plant: Callable[[Any], contextlib.AbstractContextManager[None]]
     variant: str = "text"
     blind: bool = False
-    arms: tuple[str, ...] = ("fork", "fork-units")
+    arms: tuple[str, ...] = ("fork", "fork-units", "fork-sm120")
 
 
 def _layer(engine: Any, index: int) -> Any:
@@ -234,7 +234,12 @@ FAULTS = (
     Fault("length_one_off", "few", length_one_off),
     Fault("window_page_stale", "decode", window_page_stale),
     Fault("draft_slot_one_page_off", "drafted", draft_slot_one_page_off, variant="dspark"),
-    Fault("kernel_slots_unmapped", "decode", kernel_slots_unmapped, arms=("fork-units",)),
+    Fault(
+        "kernel_slots_unmapped",
+        "decode",
+        kernel_slots_unmapped,
+        arms=("fork-units", "fork-sm120"),
+    ),
 )
 
 

@@ -175,7 +175,7 @@ def main(argv: list[str] | None = None) -> int:
         lines = compare.table(results, reference)
         digests = read_digests(args.folder)
         if args.local:
-            lines += stored.against(results, "fork", digests, compare.OTHER_KERNEL)
+            lines += stored.against(results, "fork", digests, arms.OTHER_KERNEL)
         if all(line.verdict == "-" for line in lines):
             raise ValueError(
                 f"nothing to compare in {args.folder}: no arm beside {reference}; "

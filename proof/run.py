@@ -25,6 +25,7 @@ from pathlib import Path
 
 from . import arms, checkpoint, report
 from .engine import SETUPS
+from .faults import FAULTS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -43,15 +44,17 @@ _START_SECONDS = 60
 
 @dataclasses.dataclass
 class Job:
-    """One engine process."""
+    """One engine process; with ``speed`` it is timed (:mod:`proof.speed`), and asked
+    nothing else."""
 
     arm: str
     setup: str
     faults: bool
+    speed: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.setup}.{self.arm}"
+        return f"{self.setup}.{self.arm}" + (".speed" if self.speed else "")
 
 
 def jobs(names: Sequence[str], setups: Sequence[str], local: bool) -> list[Job]:
@@ -61,7 +64,7 @@ def jobs(names: Sequence[str], setups: Sequence[str], local: bool) -> list[Job]:
         for arm in names:
             chosen = SETUPS[setup]
             if (arm in chosen.arms or local) and (chosen.loads or arm == names[0]):
-                planted = chosen.faults and arm in ("fork", "fork-units")
+                planted = chosen.faults and any(arm in fault.arms for fault in FAULTS)
                 found.append(Job(arm, setup, faults=planted))
     return sorted(found, key=lambda job: not job.faults)
 

@@ -15,7 +15,7 @@ transport*.py  how commands reach a host: local, SSH, Ray; process.py bounds eac
 report.py    from what a gate printed to one verdict
 gate.py      every rank's self-test at once
 engine.py    every rank's start at once
-launcher.py  a launch from intent to receipt; receipt.py keeps it
+launcher.py  a launch from intent to receipt; receipt.py keeps it, receipt_diff.py compares two
 cli.py       plan, image; cli_launch.py gate, launch, stop, receipts; board.py the live table
 """
 

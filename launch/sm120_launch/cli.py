@@ -131,7 +131,10 @@ def image_build(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Build an image from a wheel, without network, and add its row to the images file."""
+    """Build an image from a wheel, without network, and add its row to the images file.
+
+    The image's platform is the wheel's. Prints its size, and how much that is over the base.
+    """
     build = Build(
         engine=_engine(engine),
         base=base,
@@ -142,7 +145,12 @@ def image_build(
         wheels=wheels,
         options=tuple(option or ()),
     )
-    _say_row(build.run(images, _stream), as_json)
+    row = build.run(images, _stream)
+    if sizes := build.sizes():
+        base_mib, built_mib = (size / 2**20 for size in sizes)
+        over = f"{built_mib - base_mib:.0f} MiB over the base's {base_mib:.0f} MiB"
+        err.print(f"size: {built_mib:.0f} MiB, {over}", highlight=False, soft_wrap=True)
+    _say_row(row, as_json)
 
 
 @image_app.command("record")

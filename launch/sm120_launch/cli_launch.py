@@ -23,6 +23,8 @@ from sm120_launch.errors import EXIT_DONE, EXIT_NO, LaunchError
 from sm120_launch.launcher import Launch, signals
 from sm120_launch.plan import LaunchPlan
 from sm120_launch.receipt import Folder, Receipt
+from sm120_launch.receipt_diff import differences
+from sm120_launch.report import plain
 
 out = Console(emoji=False)
 err = Console(stderr=True, emoji=False)
@@ -152,6 +154,35 @@ def register(app: typer.Typer, load: Load, load_to_stop: Load) -> None:
                         title = f"rank {record.rank} on {record.host}, {command.purpose}"
                         out.print(f"\n[bold]{escape(title)}[/]", highlight=False)
                         out.print(escape(stream.rstrip()), highlight=False, soft_wrap=True)
+
+    @listing.command()
+    def diff(
+        context: typer.Context,
+        left: Annotated[str, typer.Argument(metavar="ID")],
+        right: Annotated[str, typer.Argument(metavar="ID")],
+        receipts: Receipts = None,
+        as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    ) -> None:
+        """Compares which implementation each op selected, and the facts, rank by rank.
+
+        Exit codes: 0 the same, 1 they differ, 2 bad input.
+        """
+        folder = Folder(receipts or context.obj or receipt.default_folder())
+        found = differences(folder.read(left), folder.read(right))
+        if as_json:
+            typer.echo(json.dumps([one.model_dump() for one in found], indent=1))
+        elif not found:
+            out.print("the same")
+        else:
+            table = Table()
+            table.add_column("rank", justify="right")
+            for name in ("what", left, right):
+                table.add_column(name, overflow="fold")
+            for one in found:
+                row = (one.what, one.left, one.right)
+                table.add_row(str(one.rank), *(escape(plain(text)) for text in row))
+            out.print(table)
+        raise typer.Exit(EXIT_NO if found else EXIT_DONE)
 
 
 def _plan(path: Path, load: Load) -> LaunchPlan:

@@ -134,6 +134,7 @@ def run(
         limit=_OUTPUT_LIMIT,
         cancelled=cancelled,
         on_line=lambda line: told(f"self-test: {one_line(line)}"),
+        last_line=f"{runtime.END_MARK} {launch_id} ",
     )
     verdict = _judge(outcome, rank, launch_id)
     if verdict.report is None:
@@ -146,7 +147,12 @@ def run(
         stopped = call(rank.transport, runtime.stop_command(rank, launch_id, "gate"))
         ran("stop gate", stopped)
         if not stopped.ok:
-            verdict.reason += "; it could not be ended and may still run there"
+            verdict.label = "NO ANSWER" if verdict.passed else verdict.label
+            verdict.reason = (
+                f"{verdict.reason or 'it passed'}; it could not be ended and may still run there"
+            )
+        elif outcome.problem == "lingers":
+            warned(f"the self-test's end was not heard in time ({outcome.detail}); it was ended")
     return verdict
 
 
@@ -157,7 +163,7 @@ def _judge(outcome: Outcome, rank: RankPlan, launch_id: str) -> Verdict:
     if outcome.exit_code == _KILLED:
         return Verdict(label="NO ANSWER", reason=f"timed out: no end within {limit} s")
     verdict = judge(outcome, rank, launch_id)
-    if outcome.problem:
+    if outcome.problem and not verdict.passed:
         verdict.reason += f"; its {limit} s had passed"
     return verdict
 

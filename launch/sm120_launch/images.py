@@ -240,6 +240,13 @@ def inspect(engine: Engine, reference: str, run: Run = _run) -> Inspected | None
         ) from None
 
 
+def size(engine: Engine, reference: str, run: Run = _run) -> int | None:
+    """Bytes of an image that this host's engine has, all layers; None where it does not say."""
+    done = run([engine, "image", "inspect", "--format", "{{.Size}}", reference])
+    text = done.stdout.strip()
+    return int(text) if done.returncode == 0 and text.isdecimal() else None
+
+
 def record(engine: Engine, reference: str, command: str, run: Run = _run) -> Row:
     """A row for an image that this host's engine has.
 

@@ -24,6 +24,9 @@ _CHUNK = 1 << 16
 _TICK = 0.2
 # What ends with the process is read for so long: a child that left holds the pipe open.
 _DRAIN_S = 2.0
+# What has said its last line ends soon, or its end is lost: docker's client now and then
+# does not hear that a container is gone.
+_LINGER_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,8 @@ class Outcome:
     Attributes:
         exit_code: the command's own, None where it did not end by itself.
         problem: None where the command ended by itself, else ``timed out``, ``oversized``,
-            ``cancelled``, ``not started`` or ``lost`` (nothing is known about its end).
+            ``cancelled``, ``not started``, ``lingers`` (it said its last line and did not
+            end) or ``lost`` (nothing is known about its end).
         detail: what is known about the problem, in one line.
         seconds: from the start to the end, wall clock.
     """
@@ -58,6 +62,7 @@ def run(
     env: Mapping[str, str] | None = None,
     cancelled: threading.Event | None = None,
     on_line: Callable[[str], None] | None = None,
+    last_line: str | None = None,
 ) -> Outcome:
     """Runs ``argv`` in a process group of its own, which does not outlive this call
     unless the command ends by itself and leaves something behind.
@@ -68,6 +73,8 @@ def run(
         env: the environment, this process's own if None.
         cancelled: ends the command when set.
         on_line: is told the latest whole line of stdout or stderr, now and then.
+        last_line: how the line of stdout begins after which nothing more is waited for but
+            the end, and for that 30 s at most.
     """
     begun = time.monotonic()
     try:
@@ -83,7 +90,7 @@ def run(
         return Outcome(None, problem="not started", detail=f"{argv[0]}: {error}")
     problem = None
     streams = {child.stdout: bytearray(), child.stderr: bytearray()}
-    ended = None
+    ended = said = None
     try:
         with selectors.DefaultSelector() as selector:
             for stream in streams:
@@ -97,6 +104,8 @@ def run(
                     problem = "cancelled"
                 elif any(len(data) > limit for data in streams.values()):
                     problem = "oversized"
+                elif said is not None and now - said > _LINGER_S:
+                    problem = "lingers"
                 if problem:
                     break
                 if ended is None and child.poll() is not None:
@@ -109,11 +118,17 @@ def run(
                         selector.unregister(key.fileobj)
                         continue
                     streams[key.fileobj] += data
-                    if on_line and (line := _latest(streams[key.fileobj])):
+                    line = _latest(streams[key.fileobj])
+                    if line and on_line:
                         on_line(line)
+                    if last_line and key.fileobj is child.stdout and line.startswith(last_line):
+                        said = time.monotonic()
             while problem is None and child.poll() is None:  # closed its output, still runs
-                if time.monotonic() - begun > timeout_s:
+                now = time.monotonic()
+                if now - begun > timeout_s:
                     problem = "timed out"
+                elif said is not None and now - said > _LINGER_S:
+                    problem = "lingers"
                 elif cancelled is not None and cancelled.is_set():
                     problem = "cancelled"
                 time.sleep(_TICK / 4)
@@ -129,6 +144,7 @@ def run(
         "timed out": f"after {timeout_s:g} s",
         "oversized": f"more than {limit} bytes of output",
         "cancelled": "",
+        "lingers": f"no end {_LINGER_S:g} s after its last line",
     }
     return Outcome(
         exit_code=None if problem else child.returncode,
@@ -140,9 +156,11 @@ def run(
     )
 
 
-def run_plain(argv: Sequence[str], timeout_s: float, limit: int) -> dict[str, object]:
+def run_plain(
+    argv: Sequence[str], timeout_s: float, limit: int, last_line: str | None
+) -> dict[str, object]:
     """``run``, as plain data: what a process without this package can send."""
-    return vars(run(argv, timeout_s=timeout_s, limit=limit))
+    return vars(run(argv, timeout_s=timeout_s, limit=limit, last_line=last_line))
 
 
 def about(prefixes: tuple[str, ...]) -> dict[str, object]:

@@ -257,7 +257,8 @@ def port_command(rank: RankPlan, launch_id: str) -> list[str] | None:
     # The gate's container is gone by then; its name is one that cleaning up knows.
     run = [rank.runtime, "run", "--rm", "--name", name(rank, launch_id, "gate")]
     run += ["--label", _label(rank), "--pull", "never", "--network", rank.network]
-    run += ["--read-only", "--entrypoint", "python3", _image(rank).reference]
+    run += ["--no-healthcheck", "--read-only"]
+    run += ["--entrypoint", "python3", _image(rank).reference]
     return [*run, *command]
 
 
@@ -325,6 +326,8 @@ def _run(
 ) -> list[str]:
     """``podman run … IMAGE``: the same box for gate and engine, but for the network."""
     run = [rank.runtime, "run", "--name", container, *options, "--label", _label(rank)]
+    # The image's asks at vLLM's default port; the launch asks at the planned one, itself.
+    run += ["--no-healthcheck"]
     run += ["--pull", "never", "--network", network, "--workdir", "/tmp"]
     run += ["--read-only", "--tmpfs", "/tmp:rw,exec,mode=1777"]
     if rank.runtime == "podman":

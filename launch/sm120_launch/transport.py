@@ -26,6 +26,7 @@ def run(
     limit: int = process.OUTPUT_LIMIT,
     cancelled: threading.Event | None = None,
     on_line: Callable[[str], None] | None = None,
+    last_line: str | None = None,
 ) -> Outcome:
     """Runs ``argv`` on the host and waits for its end, however that comes about.
 
@@ -38,11 +39,17 @@ def run(
         limit: bytes of one stream.
         cancelled: gives up when set.
         on_line: is told the latest line of output, now and then.
+        last_line: see process.run.
     """
     match transport:
         case LocalTransport():
             return process.run(
-                argv, timeout_s=timeout_s, limit=limit, cancelled=cancelled, on_line=on_line
+                argv,
+                timeout_s=timeout_s,
+                limit=limit,
+                cancelled=cancelled,
+                on_line=on_line,
+                last_line=last_line,
             )
         case SshTransport():
             from sm120_launch import transport_ssh
@@ -54,12 +61,18 @@ def run(
                 limit=limit,
                 cancelled=cancelled,
                 on_line=on_line,
+                last_line=last_line,
             )
         case RayTransport():
             from sm120_launch import transport_ray
 
             return transport_ray.run(
-                transport, argv, timeout_s=timeout_s, limit=limit, cancelled=cancelled
+                transport,
+                argv,
+                timeout_s=timeout_s,
+                limit=limit,
+                cancelled=cancelled,
+                last_line=last_line,
             )
 
 

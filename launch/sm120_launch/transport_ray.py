@@ -43,10 +43,12 @@ def run(
     timeout_s: float,
     limit: int,
     cancelled: threading.Event | None = None,
+    last_line: str | None = None,
 ) -> Outcome:
     """See transport.run. Takes none of the cluster's resources."""
+    arguments = (list(argv), timeout_s, limit, last_line)
     client = _client(transport.address)
-    return client.run(_ask, (transport.node, list(argv), timeout_s, limit), timeout_s, cancelled)
+    return client.run(_ask, (transport.node, arguments), timeout_s, cancelled)
 
 
 def nodes(address: str, prefixes: tuple[str, ...], timeout_s: float) -> Outcome:
@@ -184,13 +186,13 @@ def _connect(address: str) -> Any:
     return ray
 
 
-def _ask(ray: Any, node: str, argv: list[str], timeout_s: float, limit: int) -> dict[str, Any]:
+def _ask(ray: Any, node: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
     alive = [n for n in ray.nodes() if n["Alive"]]
     found = [n["NodeID"] for n in alive if n["NodeManagerAddress"] == node]
     if len(found) != 1:
         have = ", ".join(sorted(n["NodeManagerAddress"] for n in alive))
         raise LookupError(f"{len(found)} live nodes at {node}; the cluster has {have}")
-    return ray.get(_task(ray, process.run_plain, found[0]).remote(argv, timeout_s, limit))
+    return ray.get(_task(ray, process.run_plain, found[0]).remote(*arguments))
 
 
 def _look(ray: Any, prefixes: tuple[str, ...], timeout_s: float) -> dict[str, Any]:

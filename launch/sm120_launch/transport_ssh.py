@@ -68,6 +68,7 @@ def run(
     limit: int,
     cancelled: threading.Event | None = None,
     on_line: Callable[[str], None] | None = None,
+    last_line: str | None = None,
 ) -> Outcome:
     """See transport.run. An exit status of 255 means that the connection failed or ended."""
     done = process.run(
@@ -76,6 +77,7 @@ def run(
         limit=limit,
         cancelled=cancelled,
         on_line=on_line,
+        last_line=last_line,
     )
     if done.problem == "not started":
         return replace(done, detail=f"{done.detail}; install OpenSSH's client")

@@ -112,6 +112,21 @@ def test_four_arms_on_0_30():
 
 
 @pytest.mark.bases
+def test_0_30_takes_images_by_the_forks_kernel(monkeypatch):
+    """The width that FlashInfer 0.6.18 refuses is served, and the rows say by whom."""
+    monkeypatch.delenv("VLLM_SM120_SPARSE_MLA", raising=False)
+    request = ["--rules-only", "--capability", "12.0", "--", *geometry.default_argv()]
+    [report] = probe.reports(pin.load(), "0.30.0", series.members(None), [request])
+    assert (report["verdict"], report["complete"]) == ("PASS", True), report["output"]
+    rows = [row for row in report["rows"] if row["call"] == "attention"]
+    assert {row["topk"] for row in rows} == {128, 1152}
+    for row in rows:
+        assert row["route"] == ("fork" if row["topk"] == 1152 else "flashinfer")
+        assert (row["reason"] is None) == (row["topk"] == 128)
+        assert row["topk"] == 128 or "kernel for width 1152" in row["reason"]
+
+
+@pytest.mark.bases
 @pytest.mark.parametrize("base", ["0.31.0", "0.32.0", "0.33.0"])
 def test_full_scope_passes_patched(base):
     """The whole series at full scope, in every modality; unpatched fails."""

@@ -26,7 +26,7 @@ COMMANDS = {
     "verify": [],
     "diff": ["--base", "--members"],
     "branch": ["--base", "--members"],
-    "export": ["--base", "--members"],
+    "export": ["--base", "--members", "--upstream", "--no-tests"],
     "wheel": ["--base", "--platform", "--out"],
     "recipe": ["--base", "--members", "--json"],
     "geometry": ["--base", "--block-size", "--json", "--plot"],
@@ -34,6 +34,7 @@ COMMANDS = {
     "probe": [
         *("--base", "--all-bases", "--members", "--tokens", "--calls", "--json", "--rules-only")
     ],
+    "rebase": ["--latest", "--tree", "--variants-of", "--text-only", "--json", "--write"],
     "patches": [],
 }
 
@@ -110,6 +111,7 @@ def test_help_lists_every_command(run):
         ["apply"],
         ["verify"],
         ["geometry", "--block-size", "many"],
+        ["export", "out", "--upstream", "--members", "p_run"],
         ["capacity"],
         ["capacity", "--memory-gib", "much"],
         ["capacity", "--memory-gib", "1", "--lengths", "1,x"],

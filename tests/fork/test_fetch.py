@@ -4,6 +4,7 @@
 import hashlib
 import os
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,10 +27,15 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture
 def pip(monkeypatch):
     """A pip that writes ``content`` and returns ``code``; ``calls`` are its commands."""
-    fake = SimpleNamespace(content=CONTENT, code=0, error="", calls=[], requirement="", dies=False)
+    real = subprocess.run
+    fake = SimpleNamespace(
+        real=real, run=None, content=CONTENT, code=0, error="", calls=[], requirement="", dies=False
+    )
 
     def run(command, **options):
         fake.calls.append(command)
+        if fake.run:
+            return fake.run(command, **options)
         folder = Path(command[command.index("--dest") + 1])
         fake.requirement = Path(command[command.index("--requirement") + 1]).read_text()
         if fake.content is not None:
@@ -71,6 +77,30 @@ def test_pure_wheel_needs_no_platform(cache, pip):
     with pytest.raises(ForkError):
         fetch.wheel("pkg", "1.0", pure)
     assert "--platform" not in pip.calls[0]
+
+
+def test_a_source_distribution_is_fetched_without_running_its_setup(cache, pip, tmp_path):
+    """pip asks for metadata: ours answers, by the interface of PEP 517."""
+    sdist = pin.WheelPin(name="pkg-1.0.tar.gz", sha256=PIN.sha256)
+    seen = {}
+
+    def look(command, **options):
+        code = (
+            "from setuptools import build_meta as b; print(b.prepare_metadata_for_build_wheel('.'))"
+        )
+        seen["said"] = real([sys.executable, "-c", code], capture_output=True, text=True,
+                            cwd=tmp_path, env=options["env"]).stdout  # fmt: skip
+        (Path(command[command.index("--dest") + 1]) / sdist.name).write_bytes(CONTENT)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    real, pip.run = pip.real, look
+    assert fetch.wheel("pkg", "1.0", sdist).name == sdist.name
+    [command] = pip.calls
+    assert {"--no-binary=:all:", "--no-build-isolation", "--require-hashes"} <= set(command)
+    assert "--platform" not in command
+    assert seen["said"].strip() == "pkg-1.0.dist-info"
+    text = (tmp_path / "pkg-1.0.dist-info/METADATA").read_text()
+    assert {"Name: pkg", "Version: 1.0"} <= set(text.splitlines())
 
 
 def test_a_file_put_there_by_hand_is_checked_and_used(cache, pip):

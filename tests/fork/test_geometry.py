@@ -165,8 +165,8 @@ class TestMadeOnce:
             made.append(folder)
 
         made = []
-        folder = geometry._made_once("t", make)
-        assert geometry._made_once("t", make) == folder == cached / "trees" / "t"
+        folder = geometry.made_once("t", make)
+        assert geometry.made_once("t", make) == folder == cached / "trees" / "t"
         assert len(made) == 1 and (folder / "f").read_text() == "0"
         assert list(folder.parent.iterdir()) == [folder]
 
@@ -177,9 +177,9 @@ class TestMadeOnce:
             raise error
 
         with pytest.raises(error):
-            geometry._made_once("t", make)
+            geometry.made_once("t", make)
         assert list((cached / "trees").iterdir()) == []
-        assert list(geometry._made_once("t", lambda f: None).iterdir()) == []
+        assert list(geometry.made_once("t", lambda f: None).iterdir()) == []
 
     def test_of_two_makers_the_first_stands(self, cached):
         def inner(folder):
@@ -187,9 +187,9 @@ class TestMadeOnce:
 
         def outer(folder):
             (folder / "by").write_text("outer")
-            geometry._made_once("t", inner)
+            geometry.made_once("t", inner)
 
-        folder = geometry._made_once("t", outer)
+        folder = geometry.made_once("t", outer)
         assert (folder / "by").read_text() == "inner"
         assert list(folder.parent.iterdir()) == [folder]
 
@@ -199,7 +199,7 @@ class TestMadeOnce:
 
         monkeypatch.setattr(os, "replace", full)
         with pytest.raises(OSError, match="no space"):
-            geometry._made_once("t", lambda f: None)
+            geometry.made_once("t", lambda f: None)
         assert list((cached / "trees").iterdir()) == []
 
 
@@ -380,9 +380,9 @@ class TestJudged:
         [("swa", 64, True), ("swa", 32, False), ("main", 128, True), ("indexer", 128, False)],
     )
     def test_each_page_by_its_own_rule(self, kind, states, legal):
-        [got] = geometry._judged(plan_of(row(kind, states, "?")), RULES)["specs"]
+        [got] = geometry.judged(plan_of(row(kind, states, "?")), RULES)["specs"]
         assert got["legal"] is legal
         assert got["refused_by"] == (None if legal else str(RULES[kind]))
 
     def test_an_error_stays(self):
-        assert geometry._judged({"error": "x"}, RULES) == {"error": "x"}
+        assert geometry.judged({"error": "x"}, RULES) == {"error": "x"}

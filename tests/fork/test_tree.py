@@ -134,6 +134,18 @@ def test_metadata_wins_over_the_version_file(write_tree, tmp_path, tiny_files):
     assert write_tree(tmp_path, files).version == "0.33.0"
 
 
+def test_version_file_of_a_source_checkout(write_tree, tmp_path):
+    """More quotes follow the version, as setuptools-scm writes it."""
+    text = b"""version: str\n__version__: str\n
+__version__ = version = '0.33.0'
+__version_tuple__ = version_tuple = (0, 33, 0)
+
+__commit_id__ = commit_id = 'g0123456'
+"""
+    files = {"vllm/__init__.py": b"", "vllm/_version.py": text}
+    assert write_tree(tmp_path, files).version == "0.33.0"
+
+
 @pytest.mark.parametrize("text", [None, b"", b"version = '1'\n", b"# __version__ = '1'\n"])
 def test_no_version(write_tree, tmp_path, text):
     files = {"vllm/__init__.py": b""} | ({"vllm/_version.py": text} if text is not None else {})

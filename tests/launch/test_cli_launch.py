@@ -55,6 +55,37 @@ def test_launch_and_its_receipt(command, plan):
     assert code == 0 and row["id"] in out and "started" in out
 
 
+def test_diff_of_two_receipts(command, plan, tmp_path):
+    """A host on which the experts fall to another kernel, by an older nvcc."""
+    ids = []
+    for _ in range(2):
+        code, out, _ = command("gate", plan, "--json")
+        ids.append(json.loads(out)["id"])
+    assert command("receipts", "diff", *ids)[:2] == (0, "the same\n")
+    path = tmp_path / "receipts" / f"{ids[1]}.json"
+    found = json.loads(path.read_text())
+    found["ranks"][1]["report"]["rows"] += [
+        {"call": "experts", "layer_kind": "backbone", "route": "[MARLIN]", "ok": True}
+        | {"selection": True, "tokens": 0}
+    ]
+    found["ranks"][1]["report"]["facts"] = {"toolchain": {"value": {"nvcc": "12.8"}}}
+    path.write_text(json.dumps(found))
+    code, out, _ = command("receipts", "diff", *ids)
+    assert code == 1 and "experts (backbone)" in out and "[MARLIN]" in out
+    code, out, _ = command("receipts", "diff", *reversed(ids), "--json")
+    rank = found["ranks"][1]["rank"]
+    assert (code, json.loads(out)) == (
+        1,
+        [
+            {"rank": rank, "what": what, "left": left, "right": "(absent)"}
+            for what, left in (
+                ("experts (backbone)", "[MARLIN]"),
+                ("fact toolchain", '{"nvcc": "12.8"}'),
+            )
+        ],
+    )
+
+
 def test_json_is_all_of_standard_output(command, plan):
     code, out, err = command("gate", plan, "--json")
     assert (code, json.loads(out)["result"]) == (0, "passed")

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import zipfile
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +14,11 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from fork import ROOT, recipe, record
+from fork import ROOT
 from sm120_launch import LaunchError, images, runtime
 from sm120_launch.cli import app
 from sm120_launch.image_build import Build
+from tests.launch.small_wheel import small_wheel
 
 KEY, OTHER = "a" * 64, "b" * 64
 DIGEST, NEWER = "sha256:" + "1" * 64, "sha256:" + "2" * 64
@@ -211,6 +211,15 @@ def test_check(found, words):
     assert (wrong is None) if words is None else (words in wrong)
 
 
+def test_size():
+    def run(code, text):
+        return lambda command: SimpleNamespace(returncode=code, stdout=text)
+
+    assert images.size("podman", "v", run(0, "123\n")) == 123
+    assert images.size("podman", "v", run(0, "")) is None
+    assert images.size("podman", "v", run(125, "")) is None
+
+
 def test_check_without_an_engine(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(LaunchError, match="not on PATH"):
@@ -221,27 +230,6 @@ def test_check_without_an_engine(monkeypatch):
 def wheel(tmp_path):
     """A small wheel that passes for the fork's."""
     return small_wheel(tmp_path / "vllm-0.33.0+sm120.1-py3-none-any.whl")
-
-
-def small_wheel(path, **changes):
-    version = "0.33.0+sm120.1"
-    built = {"schema": 1, "base": {"version": "0.33.0"}, "members": []}
-    info = f"vllm-{version}.dist-info"
-    files = {
-        "vllm/__init__.py": b"def main():\n    print('vllm')\n",
-        "vllm/_version.py": f"__version__ = '{version}'\n".encode(),
-        "vllm/sm120_recipe.json": recipe.document(built),
-        "vllm/models/deepseek_v41/nvidia/sm120_decode_shape_selftest.py": b"",
-        "vllm/entrypoints/cli/main.py": b"",
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n".encode(),
-        f"{info}/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        f"{info}/entry_points.txt": b"[console_scripts]\nvllm = vllm:main\n",
-    } | changes
-    lines = [record.line(name, data) for name, data in files.items()] + [f"{info}/RECORD,,", ""]
-    with zipfile.ZipFile(path, "w") as file:
-        for name, data in (files | {f"{info}/RECORD": "\n".join(lines).encode()}).items():
-            file.writestr(name, data)
-    return path
 
 
 BASE = f"vllm/vllm-openai@{DIGEST}"
@@ -260,7 +248,8 @@ def build(wheel, **changes):
         ({"base": f"--x@{DIGEST} y"}, "NAME@sha256"),
         ({"name": "Vllm"}, "lower case"),
         ({"dockerfile": Path("/nowhere/Dockerfile")}, "no such file"),
-        ({"wheel": Path("/nowhere.whl")}, "a recipe"),
+        ({"wheel": Path("/vllm-1-py3-none-any.whl")}, "a recipe"),
+        ({"wheel": Path("/nowhere.whl")}, "not named as a wheel"),
     ],
 )
 def test_builds_that_cannot_be(wheel, path, changes, words):
@@ -289,6 +278,7 @@ def test_build_has_all_in_its_folder_and_no_network(wheel, path, tmp_path, monke
     added = made.run(path, stream)
     assert seen["files"] == [
         "Dockerfile",
+        "health.py",
         "verify_installed.py",
         "wheels/dep-1-py3-none-any.whl",
         f"wheels/{wheel.name}",
@@ -296,9 +286,25 @@ def test_build_has_all_in_its_folder_and_no_network(wheel, path, tmp_path, monke
     command = seen["command"]
     assert command[command.index("--network") + 1] == "none"
     assert f"BASE={BASE}" in command and f"RUNTIME_KEY={key}" in command
-    assert "--isolation=chroot" in command
+    assert "VERSION=0.33.0+sm120.1" in command
+    assert "--isolation=chroot" in command and "--platform" not in command
+    assert command[command.index("--format") + 1] == "docker"  # which has health checks
     assert images.load(path) == (added,)
     assert (added.revision, added.name) == ("r1", "localhost/v")
+
+
+@pytest.mark.parametrize(
+    ("machine", "platform"), [("x86_64", "linux/amd64"), ("aarch64", "linux/arm64")]
+)
+def test_the_image_has_the_platform_of_its_wheel(path, tmp_path, monkeypatch, machine, platform):
+    name = f"vllm-0.33.0+sm120.1-cp38-abi3-manylinux_2_28_{machine}.whl"
+    made = build(small_wheel(tmp_path / name), engine="docker")
+    command = made.command(".")
+    assert command[command.index("--platform") + 1] == platform
+    assert "--format" not in command  # docker has no such option
+    monkeypatch.setattr("platform.machine", lambda: "aarch64" if machine == "x86_64" else "x86_64")
+    with pytest.raises(LaunchError, match=f"The wheel is for {platform}, this machine is"):
+        made.run(path, lambda command: 1)
 
 
 def test_a_build_that_fails_adds_no_row(wheel, path):
@@ -397,56 +403,3 @@ def test_verify_knows_the_tools_that_the_commands_call():
     spec = (ROOT / "docker/verify_installed.py").read_text()
     for tool in ("timeout", "mktemp", "head", "mkdir", "rm"):
         assert f'"{tool}"' in spec and tool in runtime._GATE
-
-
-# --- a real build, by podman
-
-
-def base_image(hosts, tmp_path):
-    """A base image with Python and pip: a virtual environment, its interpreter's own files
-    mounted from this machine while it builds."""
-    venv = tmp_path / "base"
-    subprocess.run([sys.executable, "-m", "venv", "--copies", venv], check=True)
-    files = {f"/venv/{p.relative_to(venv)}": p for p in venv.rglob("*") if p.is_file()}
-    return hosts.build("base", files, "/venv/bin:/bin")
-
-
-@pytest.mark.slow
-def test_real_build_and_check(hosts, wheel, tmp_path):
-    base = base_image(hosts, tmp_path)
-    mounts = ["/usr", "/lib", "/lib64", sys.base_prefix]
-    command = [sys.executable, "-m", "sm120_launch.cli", "image"]
-    env = {**hosts.environment, "PYTHONPATH": str(ROOT / "launch")}
-
-    def launch(*arguments):
-        return subprocess.run(
-            [*command, *arguments], cwd=ROOT, env=env, capture_output=True, text=True
-        )
-
-    file = tmp_path / "images.toml"
-    options = [f"--option=--volume={m}:{m}:ro" for m in dict.fromkeys(mounts) if os.path.exists(m)]
-    built = ["build", "--wheel", str(wheel), "--base", base.reference, "--images", str(file)]
-    done = launch(*built, "--name", "localhost/built", *options)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (added,) = images.load(file)
-    assert done.stdout.strip() == added.image.reference
-    assert added.runtime_key == build(wheel).recipe().runtime_key
-    said = hosts.podman("run", "--rm", "--network=none", added.image.reference, "cat",
-                        "/sm120-verified.json")  # fmt: skip
-    assert json.loads(said)["runtime_key"] == added.runtime_key
-
-    assert launch("check", "--images", str(file)).returncode == 0
-    again = tmp_path / "again.toml"
-    assert launch("record", added.image.reference, "--images", str(again)).returncode == 0
-    assert images.load(again)[0].digest == added.digest
-    hosts.podman("rmi", "--force", added.image.reference)
-    assert launch("check", "--images", str(file)).returncode == 1
-
-    # a wheel that is not what its recipe says ends the build, and adds no row
-    broken = {"vllm/_version.py": b"__version__ = '0'\n"}
-    (tmp_path / "other").mkdir()
-    other = small_wheel(tmp_path / "other" / wheel.name, **broken)
-    built[2] = str(other)
-    done = launch(*built, "--name", "localhost/broken", *options)
-    assert done.returncode == 2 and "does not say" in done.stderr
-    assert len(images.load(file)) == 1

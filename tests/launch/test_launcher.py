@@ -106,6 +106,29 @@ def test_a_gate_that_did_not_end_is_ended_by_name(hosts, folder, plan):
     assert done.ranks[2].reason == "lost: gone; it could not be ended and may still run there"
 
 
+def _lingers(hosts, folder, plan):
+    def gate_(rank, launch_id):
+        said = hosts.gate(rank, launch_id).stdout
+        return Outcome(None, stdout=said, problem="lingers", detail="no end 30 s after")
+
+    hosts.says["gate", 2] = gate_
+    return launch(plan, folder)
+
+
+def test_a_pass_whose_end_was_not_heard_is_ended_by_name(hosts, folder, plan):
+    done = _lingers(hosts, folder, plan)
+    assert done.result == "started" and ("stop", 2) in hosts.calls
+    [warning] = [w for w in done.warnings if "rank 2" in w]
+    assert "end was not heard" in warning
+
+
+def test_a_pass_that_may_still_run_is_no_pass(hosts, folder, plan):
+    hosts.says["stop", 2] = Outcome(None, problem="lost", detail="gone")
+    done = _lingers(hosts, folder, plan)
+    assert done.result == "refused" and done.ranks[2].verdict == "NO ANSWER"
+    assert done.ranks[2].reason == "it passed; it could not be ended and may still run there"
+
+
 def test_late_gate_says_so(hosts, folder, plan):
     hosts.says["gate", 0] = NOT_A_PASS["late"]
     assert launch(plan, folder).ranks[0].reason == "timed out: no end within 60 s"

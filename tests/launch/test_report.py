@@ -99,6 +99,30 @@ def test_last_line_is_exact(rank, own):
     assert not judge(rank, framed(own, good(rank))).passed
 
 
+SELECTED = {"call": "experts", "ok": True, "error_norm": None, "selection": True}
+RAN = {"call": "indexer", "ok": True, "error_norm": 1e-4, "selection": False}
+
+
+def test_selected_ops_need_no_device(rank):
+    body = good(rank, rows=[RAN, SELECTED])
+    verdict = judge(rank, framed(body=body))
+    assert (verdict.label, verdict.report) == ("PASS", body)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [SELECTED],
+        [RAN, SELECTED | {"ok": False}],
+        [RAN, SELECTED | {"selection": False}],
+        [RAN, SELECTED | {"selection": "yes"}],
+    ],
+    ids=["nothing ran", "a refused op", "a call that did not run", "no truth value"],
+)
+def test_a_selection_is_no_call_that_ran(rank, rows):
+    assert judge(rank, framed(body=good(rank, rows=rows))).label == "NO ANSWER"
+
+
 @pytest.mark.parametrize(
     "exit_code, status", [(1, 0), (0, 1), (1, 1), (2, 2), (None, 0), (137, 137)]
 )
@@ -110,6 +134,13 @@ def test_both_exit_statuses_count(rank, exit_code, status):
 def test_a_problem_of_the_way_is_a_no(rank, problem):
     verdict = judge(rank, framed(body=good(rank)), problem=problem, detail="why")
     assert (verdict.label, verdict.reason) == ("NO ANSWER", f"{problem}: why")
+
+
+@pytest.mark.parametrize("status, label", [(0, "PASS"), (1, "NO ANSWER"), (137, "NO ANSWER")])
+def test_a_whole_answer_whose_end_was_not_heard(rank, status, label):
+    whole = framed(body=good(rank), status=status)
+    assert judge(rank, whole, None, problem="lingers").label == label
+    assert not judge(rank, whole + b"more\n", None, problem="lingers").passed
 
 
 def test_frame_of_another_launch(rank):

@@ -82,7 +82,7 @@ def test_gate_and_engine_get_the_same_box(rank, engine):
         assert option(command, "--env") == ["A=1 2", "HOME=/cache", "HF_TOKEN"]
         assert option(command, "--ulimit") == ["memlock=-1:-1"]
         assert option(command, "--shm-size") == ["16g"]
-        assert "--read-only" in command
+        assert "--read-only" in command and "--no-healthcheck" in command
         assert option(command, "--pull") == ["never"]
         assert f"localhost/v@{DIGEST}" in command
         assert not any("latest" in word for word in command)

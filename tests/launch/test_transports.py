@@ -91,6 +91,23 @@ def test_lines_are_told():
     assert told[0] == "one" and told[-1] == "half" and "hal" not in told
 
 
+@pytest.mark.parametrize("then", ["sleep 60", "exec >&- 2>&-; sleep 60", "sleep 60 & wait"])
+def test_an_end_that_is_not_heard_of(monkeypatch, then):
+    """A container's client that hangs after everything was said."""
+    monkeypatch.setattr(process, "_LINGER_S", 0.5)
+    begun = time.monotonic()
+    done = sh(f"echo report; echo 'END 1 0'; {then}", last_line="END 1 ")
+    assert (done.problem, done.exit_code) == ("lingers", None)
+    assert done.stdout == b"report\nEND 1 0\n" and time.monotonic() - begun < 30
+
+
+def test_an_end_that_comes_in_time(monkeypatch):
+    assert sh("echo 'END 1 0'; sleep 0.5; exit 4", last_line="END 1 ").exit_code == 4
+    monkeypatch.setattr(process, "_LINGER_S", 0.5)
+    late = "echo 'END 1' >&2; echo ' END 1 0'; echo 'END 2 0'; sleep 1.5; exit 4"
+    assert sh(late, last_line="END 1 ").exit_code == 4
+
+
 def test_killed_by_a_signal():
     assert sh("kill -SEGV $$").exit_code == -11
 
@@ -99,7 +116,7 @@ def test_process_travels_alone():
     """The Ray transport sends it to nodes that do not have this package."""
     text = Path(process.__file__).read_text(encoding="utf-8")
     assert "sm120_launch" not in text
-    plain = process.run_plain(["/bin/sh", "-c", "exit 3"], 10.0, 1000)
+    plain = process.run_plain(["/bin/sh", "-c", "exit 3"], 10.0, 1000, None)
     assert process.Outcome(**plain).exit_code == 3
 
 

@@ -104,7 +104,7 @@ def built(names, configured):
 
     def make(variant):
         config = configured(variant)
-        with names._stand_ins(), torch.no_grad():
+        with names.stand_ins(), torch.no_grad():
             for made, _ in names._built(config):
                 for owner in (made, getattr(made, "language_model", None)):
                     if hasattr(owner, "process_weights_after_loading"):

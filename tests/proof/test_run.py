@@ -35,7 +35,7 @@ def test_faults_are_planted_in_the_fork_first_as_it_is_and_in_units():
     assert planted == jobs[: len(planted)]
     wanted = {name for name, setup in SETUPS.items() if setup.faults}
     assert {job.setup for job in planted} == wanted
-    assert {job.arm for job in planted} == {"fork", "fork-units"}
+    assert {job.arm for job in planted} == {"fork", "fork-units", "fork-sm120"}
 
 
 def test_local_runs_the_fork_twice_everywhere():

@@ -41,7 +41,7 @@ def expected(result_folder, tmp_path, monkeypatch):
     return folder
 
 
-def _against(result_folder, digests=DIGESTS, most=compare.OTHER_KERNEL):
+def _against(result_folder, digests=DIGESTS, most=engine.arms.OTHER_KERNEL):
     return stored.against(compare.load(result_folder.folder), "fork", digests, most)
 
 
@@ -77,7 +77,7 @@ def test_another_kernel_is_allowed_more_than_an_arm(result_folder, expected):
     loud = [{"answers": [(0, _values(1) + 0.2), (64, [-1.0])]}]
     result_folder.add("fork", "eager", loud)
     (line,) = _against(result_folder)
-    assert 2.5 < line.excess < compare.OTHER_KERNEL
+    assert 2.5 < line.excess < engine.arms.OTHER_KERNEL
     assert line.verdict == "same"
 
 
@@ -125,7 +125,7 @@ def test_a_complete_proof_stores_what_local_asks_for(result_folder, tmp_path, mo
     results = write(run.jobs(list(engine.arms.ARMS), list(engine.SETUPS), local=False))
     stored.store(compare.table(results), results, DIGESTS, stored.FOLDER)
     results = write(run.jobs(run.LOCAL, list(engine.SETUPS), local=True))
-    lines = stored.against(results, "fork", DIGESTS, compare.OTHER_KERNEL)
+    lines = stored.against(results, "fork", DIGESTS, engine.arms.OTHER_KERNEL)
     asked = {(r.setup, s) for r in results if r.arm == "fork" for s in r.scenarios()}
     assert {(line.setup, line.scenario) for line in lines} == asked
     assert {line.verdict for line in lines} == {"same"}

@@ -31,7 +31,7 @@ import os
 import re
 import stat
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -243,7 +243,7 @@ def check(vllm_config: "VllmConfig", names: Collection[str]) -> NamesReport:
     homeless: set[str] = set()
     unfed: list[str] = []
     complete = True
-    with _stand_ins(), torch.no_grad():
+    with stand_ins(), torch.no_grad():
         for model, spared in _built(vllm_config):
             notes = _Notes(model)
             lost = _feed(model, sorted(names), notes)
@@ -271,8 +271,8 @@ def safe_text_only() -> str:
     )
 
 
-def _one_rank(vllm_config: "VllmConfig") -> Any:
-    """The configuration of one rank that holds the whole model, on copies."""
+def copied(vllm_config: "VllmConfig") -> Any:
+    """A copy to build a model with: what building writes to is not shared."""
     config = copy.copy(vllm_config)
     config.model_config = copy.copy(vllm_config.model_config)
     for field in ("hf_config", "hf_text_config"):
@@ -287,7 +287,14 @@ def _one_rank(vllm_config: "VllmConfig") -> Any:
         if hasattr(compilation, field):
             getattr(compilation, field).clear()
     config.compilation_config = compilation
-    config.parallel_config = _with(
+    config.quant_config = _quantization(vllm_config)
+    return config
+
+
+def _one_rank(vllm_config: "VllmConfig") -> Any:
+    """The configuration of one rank that holds the whole model, on copies."""
+    config = copied(vllm_config)
+    config.parallel_config = changed(
         vllm_config.parallel_config,
         tensor_parallel_size=1,
         pipeline_parallel_size=1,
@@ -301,22 +308,21 @@ def _one_rank(vllm_config: "VllmConfig") -> Any:
         enable_eplb=False,
         enable_dbo=False,
     )
-    config.kernel_config = _with(
+    config.kernel_config = changed(
         vllm_config.kernel_config, moe_backend="auto", enable_jit_warmup=False
     )
     # vLLM makes one where the platform is CUDA; a pretended one may not count.
-    config.engram_config = _with(
+    config.engram_config = changed(
         vllm_config.engram_config or EngramConfig(cpu_offload=False),
         cpu_offload=False,
         dp_shared_memory=False,
         use_thp=False,
         embedding_across_dp=False,
     )
-    config.quant_config = _quantization(vllm_config)
     return config
 
 
-def _with(config: Any, **values: Any) -> Any:
+def changed(config: Any, **values: Any) -> Any:
     """A copy with those fields changed that this release has."""
     config = copy.copy(config)
     for field, value in values.items():
@@ -358,28 +364,40 @@ class _NoHash(nn.Module):
         super().__init__()
 
 
+def process_group(size: int = 1, rank: int = 0) -> Any:
+    """In place of a group of ``size`` processes, of which this is ``rank``."""
+    return SimpleNamespace(
+        world_size=size,
+        rank=rank,
+        rank_in_group=rank,
+        local_rank=0,
+        ranks=list(range(size)),
+        is_first_rank=rank == 0,
+        is_last_rank=rank == size - 1,
+        device_communicator=None,
+        unique_name="names:0",
+    )
+
+
 @contextlib.contextmanager
-def _stand_ins() -> Iterator[None]:
-    """What building a model asks of a GPU, its peers and its kernels, for a while."""
+def stand_ins(
+    groups: Mapping[str, Any] | None = None, kernels: bool = True
+) -> Iterator[None]:
+    """What building a model asks of a GPU, its peers and its kernels, for a while.
+
+    Args:
+        groups: process groups by their name in vLLM's parallel_state; every other one
+            has this process alone.
+        kernels: also stand in for the choice of kernels.
+    """
     from vllm.model_executor.layers.quantization import fp8, modelopt, mxfp4
     from vllm.models.deepseek_v41.nvidia import model
     from vllm.utils import flashinfer
 
-    group = SimpleNamespace(
-        world_size=1,
-        rank=0,
-        rank_in_group=0,
-        local_rank=0,
-        ranks=[0],
-        is_first_rank=True,
-        is_last_rank=True,
-        device_communicator=None,
-        unique_name="names:0",
-    )
+    group = process_group()
     gpu = SimpleNamespace(multi_processor_count=1)
-    kernel = mock.MagicMock()
     replaced: list[tuple[Any, str, Any]] = [
-        (parallel_state, name, group)
+        (parallel_state, name, (groups or {}).get(name, group))
         for name, annotation in parallel_state.__annotations__.items()
         if "GroupCoordinator" in str(annotation)
     ]
@@ -391,16 +409,20 @@ def _stand_ins() -> Iterator[None]:
         # Whether FlashInfer has this shape is another gate's question.
         (flashinfer, "has_flashinfer_sparse_mla_sm120_config", lambda *_: True),
         (model, "NgramHashState", _NoHash),
+        # Asks the replicas, and this machine's shared memory.
+        (model, "can_share_engram_tables", lambda *_, **__: True),
     ]
-    for module in (fp8, modelopt):
-        for kind in ("fp8", "mxfp8", "nvfp4"):
-            replaced.append(
-                (module, f"init_{kind}_linear_kernel", lambda *_, **__: kernel)
-            )
-    backend = mxfp4.Mxfp4MoeBackend.MARLIN
-    chosen = lambda *_, **__: (backend, None)  # noqa: E731
-    replaced.append((mxfp4, "select_deepseek_v4_mxfp4_moe_backend", chosen))
-    replaced.append((fp8, "select_fp8_moe_backend", lambda *_, **__: (kernel, None)))
+    if kernels:
+        kernel = mock.MagicMock()
+        for module in (fp8, modelopt):
+            for kind in ("fp8", "mxfp8", "nvfp4"):
+                name = f"init_{kind}_linear_kernel"
+                replaced.append((module, name, lambda *_, **__: kernel))
+        backend = mxfp4.Mxfp4MoeBackend.MARLIN
+        chosen = lambda *_, **__: (backend, None)  # noqa: E731
+        replaced.append((mxfp4, "select_deepseek_v4_mxfp4_moe_backend", chosen))
+        chosen_fp8 = lambda *_, **__: (kernel, None)  # noqa: E731
+        replaced.append((fp8, "select_fp8_moe_backend", chosen_fp8))
     with contextlib.ExitStack() as stack:
         for owner, name, value in replaced:
             if hasattr(owner, name):

@@ -26,9 +26,6 @@ from vllm.models.deepseek_v41.nvidia.sm120_selftest_report import (
     Report,
 )
 
-# Gates that a report may name one day; this build says nothing about them.
-_NOT_EVALUATED = ("memory", "ops", "toolchain")
-
 
 def _say(line: str) -> None:
     print(line, flush=True)
@@ -61,6 +58,18 @@ def _parser() -> argparse.ArgumentParser:
         metavar="12.0",
         help="with --rules-only: a hypothetical target",
     )
+    parser.add_argument(
+        "--device-memory-gib",
+        type=_gib,
+        metavar="N",
+        help="memory of a GPU, for gate memory; what it has if not given",
+    )
+    parser.add_argument(
+        "--host-memory-gib",
+        type=_gib,
+        metavar="N",
+        help="memory of the host, for gate memory; what it has if not given",
+    )
     parser.add_argument("--quiet", action="store_true", help="the last line only")
     return parser
 
@@ -84,6 +93,13 @@ def _capability(text: str) -> tuple[int, int]:
     if not (major.isdecimal() and minor.isdecimal() and len(text) < 6):
         raise argparse.ArgumentTypeError(f"{text!r} is not like 12.0")
     return int(major), int(minor)
+
+
+def _gib(text: str) -> float:
+    size = float(text)
+    if not 0 < size < 1 << 20:
+        raise argparse.ArgumentTypeError("memory is more than 0 and below 1048576 GiB")
+    return size
 
 
 def main(given: Sequence[str] | None = None, say: Callable[[str], None] = _say) -> int:
@@ -130,7 +146,6 @@ def check(report: Report, options: Any, argv: Sequence[str]) -> None:
         ".".join(map(str, capability)),
         "--capability" if options.capability else "vllm.platforms",
     )
-    report.facts["not_evaluated"] = Fact(list(_NOT_EVALUATED), "this build")
     if capability[0] != 12:
         raise Refusal(
             "device", f"capability {capability[0]}.{capability[1]}, need 12.x"
@@ -158,15 +173,19 @@ def judge(
     """
     from vllm.models.deepseek_v41.nvidia import sm120_selftest_rules as rules
     from vllm.models.deepseek_v41.nvidia import sm120_selftest_warnings as warnings
+    from vllm.models.deepseek_v41.nvidia.sm120_selftest_path import Path as RestOfPath
 
     checkpoint = from_argv.check_checkpoint(args.model)
     from_argv.check_heads(args, checkpoint)
     config = from_argv.engine_config(args)
     report.warnings |= warnings.find(args, config, capability)
+    rest = RestOfPath(report, options, config, capability)
     _backend(config, capability)
     rules.parallel_layout(report, config)
     _weights(report, args.model, config)
+    rest.select()
     plan = _plan(config)
+    rest.remember(plan)
     ranks = int(args.tensor_parallel_size)
     rules.run(report, plan, ranks, options.tokens, options.calls or CALLS)
     return plan
@@ -298,7 +317,14 @@ def _tell(report: Report, quiet: bool, say: Callable[[str], None]) -> None:
         failed = sum(not row.ok for row in report.rows)
         if report.rows:
             say(f"{len(report.rows)} rows, {failed} refused")
-            say(f"not evaluated: {', '.join(_NOT_EVALUATED)}")
+        if report.selection:
+            refused = sum(not row.ok for row in report.selection)
+            say(f"{len(report.selection)} ops selected, {refused} refused")
+        if memory := report.facts.get("memory"):
+            say(f"memory: {memory.value['says']}")
+        left = report.facts.get("not_evaluated")
+        if left and left.value:
+            say(f"not evaluated: {', '.join(left.value)} ({left.source})")
         assumed = [f"{n} ({f.assumed})" for n, f in report.facts.items() if f.assumed]
         if assumed:
             say(f"assumed: {'; '.join(assumed)}")

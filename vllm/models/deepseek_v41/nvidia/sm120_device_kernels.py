@@ -138,6 +138,39 @@ def flashinfer_kernel() -> AttentionKernel:
     return _Adapter("FlashInfer DSv4", FP8_BOUND, call)
 
 
+def fork_kernel() -> AttentionKernel:
+    """The fork's own sparse MLA (patch sm120_sparse_mla), by itself: no FlashInfer.
+
+    Raises:
+        ImportError: no Triton, or a tree without that patch.
+    """
+    from .ops.sm120_sparse_mla import sparse_mla
+
+    def call(
+        q: torch.Tensor,
+        window: Segment,
+        compressed: Segment | None,
+        sinks: torch.Tensor | None,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
+        extra = compressed
+        sparse_mla(
+            q,
+            record_view(window.cache, window.page),
+            window.indices,
+            window.lengths,
+            sinks,
+            scale,
+            out,
+            extra_cache=None if extra is None else record_view(extra.cache, extra.page),
+            extra_indices=None if extra is None else extra.indices,
+            extra_lens=None if extra is None else extra.lengths,
+        )
+
+    return _Adapter("fork sparse MLA", BF16_BOUND, call)
+
+
 def deep_gemm_kernel() -> IndexerKernel:
     """DeepGEMM's FP8 paged MQA logits, called as vLLM's indexer calls it on SM120.
 

@@ -28,6 +28,7 @@ from vllm.v1.attention.backends.utils import (
     resolve_kv_cache_layout,
 )
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_cache_interface import CircularBufferSpec
 from vllm.v1.worker import utils
 from vllm.v1.worker.gpu import attn_utils
 
@@ -38,6 +39,10 @@ except ImportError:
 
 # Blocks to allocate: enough for every group, and a few MB.
 _BLOCKS = 64
+
+# Bytes of a state that SM12x kernels read: the V4 record (sm120_packed_cache.py) and an
+# index key, 128 fp8 + 4 or 64 packed MXFP4 + 4 (attention._indexer_k_cache_head_dim).
+_STATE_BYTES = {"swa": (584,), "main": (584,), "indexer": (132, 68)}
 
 
 class KVPlan:
@@ -56,6 +61,7 @@ class KVPlan:
 
     Raises:
         ValueError: vLLM refuses these sizes.
+        RuntimeError: on SM12x, a kind of cache or a record that nobody here knows.
     """
 
     def __init__(self, config: Any) -> None:
@@ -82,6 +88,28 @@ class KVPlan:
             every = [group for groups in self.groups for group in groups]
             views = utils.map_kv_caches_to_kernel_blocks(views, every)
         self.views = views
+        if current_platform.is_device_capability_family(120):
+            self._refuse_unknown()
+
+    def _refuse_unknown(self) -> None:
+        """A cache that no rule is about must not pass for one that is right."""
+        for name, spec in self.specs.items():
+            kind = kind_of(self.layers[name])
+            if kind is None:
+                if not isinstance(spec, CircularBufferSpec):
+                    raise RuntimeError(
+                        f"{name}: {type(self.layers[name]).__name__} with a "
+                        f"{type(spec).__name__} is a kind of cache unknown to the fork"
+                    )
+                continue
+            view = self.views[name]
+            size = int(view.shape[-1] * view.element_size())
+            if size not in _STATE_BYTES[kind]:
+                known = " or ".join(map(str, _STATE_BYTES[kind]))
+                raise RuntimeError(
+                    f"{name}: states of {size} B are a record unknown to the fork: "
+                    f"SM12x kernels read {known} B"
+                )
 
     def _layout(self) -> Any:
         config = self.config

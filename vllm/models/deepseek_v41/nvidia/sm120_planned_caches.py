@@ -211,11 +211,12 @@ def _swa_cache(config: Any, attn_cls: Any, hf_config: Any) -> Any:
 def swa_block_size(attn_cls: Any) -> int:
     """Tokens in a sliding-window page of an attention class.
 
-    Upstream has the figure as a literal inside ``DeepseekV4Attention.__init__``; the
-    fork as a class attribute. Either is read from that call's source.
+    Upstream has the figure as a literal inside ``DeepseekV4Attention.__init__``, its
+    proposals as an expression of the platform, the fork as a class attribute. Each is
+    read from that call's source, with the class in the place of ``self``.
 
     Raises:
-        RuntimeError: the source has neither.
+        RuntimeError: the source has none of these.
     """
     source = textwrap.dedent(inspect.getsource(v41.DeepseekV4Attention.__init__))
     for node in ast.walk(ast.parse(source)):
@@ -225,13 +226,13 @@ def swa_block_size(attn_cls: Any) -> int:
         ):
             continue
         for keyword in node.keywords:
-            value = keyword.value
             if keyword.arg != "block_size":
                 continue
-            if isinstance(value, ast.Constant) and isinstance(value.value, int):
-                return value.value
-            if isinstance(value, ast.Attribute) and ast.unparse(value.value) == "self":
-                return int(getattr(attn_cls, value.attr))
+            try:
+                names = vars(v41) | {"self": attn_cls}
+                return int(eval(ast.unparse(keyword.value), names))
+            except Exception:  # it is of __init__'s own names, say
+                break
     raise RuntimeError(
         "the sliding-window page of DeepseekV4Attention cannot be read: its __init__ "
         "calls DeepseekV4SWACache in a way this check does not know. Use a vLLM "

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The self-test's device rows: the calls that the rules allow, made on the GPU.
 
-Each row's shape is run with random records at the planned strides, FlashInfer's DSv4
-entry point and DeepGEMM's paged MQA logits against the float64 reference, in a child
-process. Never run on SM12x so far: the two adapters are *source read*, the rest ran on
-a CPU with stand-in kernels.
+Each row's shape is run with random records at the planned strides: FlashInfer's DSv4
+entry point or the fork's sparse MLA, as the row's route says, and DeepGEMM's paged MQA
+logits, against the float64 reference, in a child process. Never run on SM12x so far:
+the adapters to the two libraries are *source read*, the rest ran on a CPU with stand-in
+kernels.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -19,6 +20,7 @@ from vllm.models.deepseek_v41.nvidia.sm120_device_cases import (
 from vllm.models.deepseek_v41.nvidia.sm120_device_kernels import (
     deep_gemm_kernel,
     flashinfer_kernel,
+    fork_kernel,
 )
 from vllm.models.deepseek_v41.nvidia.sm120_kernel_caches import (
     compared,
@@ -49,6 +51,7 @@ def run(
     attention: Callable = flashinfer_kernel,
     indexer: Callable = deep_gemm_kernel,
     calls: Callable = in_child,
+    fork: Callable = fork_kernel,
     ops: Sequence[tuple[Row, Op]] = (),
     say: Callable[[str], None] = lambda _: None,
 ) -> None:
@@ -60,6 +63,7 @@ def run(
         device: torch device.
         attention, indexer: make the kernels, in the child.
         calls: runs a list of calls and returns their results.
+        fork: makes the kernel of attention rows whose route is ``fork``.
         ops: rows of ops (``op_rows``), called before the others.
         say: gets lines about progress.
     """
@@ -70,7 +74,7 @@ def run(
     for row in report.rows:
         if not row.ok or row.call not in _GATES:
             continue
-        kernel = attention if row.call == "attention" else indexer
+        kernel = {"fork": fork, "flashinfer": attention}.get(row.route, indexer)
         for shape in _shapes(row, plan):
             waiting.append((row, DeviceCall(shape, kernel, device=device)))
     results = calls([call for _, call in waiting], say=say)
@@ -78,7 +82,8 @@ def run(
     for (row, _), result in zip(waiting, results, strict=True):
         if result.bound is not None:
             bound = Fact(result.bound.value, result.bound.source)
-            report.facts[f"{row.call}_bound"] = bound
+            of = "fork_attention" if row.route == "fork" else row.call
+            report.facts[f"{of}_bound"] = bound
         norms = [n for n in (row.error_norm, result.error_norm) if n is not None]
         row.error_norm = max(norms) if norms else None
         if result.ok or not row.ok:

@@ -81,7 +81,11 @@ class Fact:
 
 @dataclass
 class Row:
-    """One call that serving will make. Pages are 0 where there is no such cache."""
+    """One call that serving will make. Pages are 0 where there is no such cache.
+
+    With ``selection`` it says which implementation (``route``) an op (``call``) has,
+    and no device runs it; figures that do not apply are 0.
+    """
 
     layer_kind: str
     layers: list[int]
@@ -98,6 +102,7 @@ class Row:
     gate: str | None = None
     reason: str | None = None
     error_norm: float | None = None
+    selection: bool = False
 
 
 @dataclass
@@ -108,6 +113,8 @@ class Report:
         argv: what follows ``vllm serve``.
         rules_only: no device was asked.
         complete: nothing was narrowed.
+        rows: calls, which a device runs at level ``device``.
+        selection: which implementation each op has; rows of the report too.
         env_sha256: of the environment as the report was begun: while it builds its
             configuration, vLLM sets switches of its own, and those follow from argv and
             checkpoint.
@@ -119,13 +126,15 @@ class Report:
     env_sha256: str = field(default_factory=lambda: digest(environment(os.environ)))
     facts: dict[str, Fact] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
+    selection: list[Row] = field(default_factory=list)
     warnings: dict[str, str] = field(default_factory=dict)
     refusals: list[Refusal] = field(default_factory=list)
     not_run: str | None = None
 
     def gates(self) -> list[str]:
         """The gates that failed, sorted."""
-        found = {row.gate for row in self.rows if not row.ok and row.gate}
+        rows = [*self.rows, *self.selection]
+        found = {row.gate for row in rows if not row.ok and row.gate}
         return sorted(found | {refusal.gate for refusal in self.refusals})
 
     def verdict(self) -> str:
@@ -177,7 +186,7 @@ class Report:
                 "warnings": self.warnings,
             },
             "facts": {name: asdict(fact) for name, fact in self.facts.items()},
-            "rows": [asdict(row) for row in self.rows],
+            "rows": [asdict(row) for row in [*self.rows, *self.selection]],
         }
 
     def write(self, path: Path) -> None:

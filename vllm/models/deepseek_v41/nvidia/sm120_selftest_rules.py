@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import vllm
+import vllm.envs as envs
 from vllm.models.deepseek_v41.nvidia.sm120_kernel_limits import (
     AttentionShape,
     FlashInferLimits,
@@ -44,6 +45,37 @@ _REMEDIES = {
     "indexer_page": "apply the fork's patch sm120_compressed_page_states",
 }
 
+# vLLM's table has it where sm120_sparse_mla is applied.
+_ROUTE_VARIABLE = "VLLM_SM120_SPARSE_MLA"
+
+# FlashInfer's ceiling of a decode call in every release served, where it is not asked.
+_DECODE_TOKENS = 64
+
+
+class _Routed:
+    """FlashInfer's rules, and who serves a shape.
+
+    Args:
+        mode: of ``VLLM_SM120_SPARSE_MLA``; None where this vLLM has FlashInfer alone.
+        limits: FlashInfer's rules; None where they are not asked.
+    """
+
+    def __init__(self, mode: str | None, limits: FlashInferLimits | None) -> None:
+        self.limits = limits
+        self._routes = None
+        if mode is not None:
+            # The module that serving asks, too.
+            from vllm.models.deepseek_v41.nvidia.sm120_sparse_mla_route import Routes
+
+            self._routes = Routes(mode, limits)
+
+    def of(self, shape: AttentionShape) -> tuple[str, Sequence[str], str | None]:
+        """The route's name, what it refuses of a shape, and why not FlashInfer."""
+        if self._routes is None:
+            return "flashinfer", self.limits.refused(shape), None
+        route = self._routes.of(shape)
+        return route.name, route.refused, route.reason if route.name == "fork" else None
+
 
 def token_counts(config: Any, decode_tokens: int) -> list[int]:
     """Token counts to try: 1, 8, the decode ceiling and one more, the CUDA graph sizes
@@ -70,14 +102,18 @@ def run(
         tokens: token counts, or None for ``token_counts``.
         calls: of ``sm120_selftest_report.CALLS``.
     """
-    limits = FlashInferLimits()
-    tokens = tokens or token_counts(plan.config, limits.decode_tokens)
+    mode = getattr(envs, _ROUTE_VARIABLE, None)
+    limits = None if mode == "fork" else FlashInferLimits()
+    decode_tokens = _DECODE_TOKENS if limits is None else limits.decode_tokens
+    tokens = tokens or token_counts(plan.config, decode_tokens)
     facts = report.facts
     facts["tokens"] = Fact(list(tokens), "options, or config and FlashInfer's ceiling")
-    facts["flashinfer"] = Fact(limits.library, "flashinfer.__version__")
-    facts["decode_tokens"] = Fact(limits.decode_tokens, limits.source)
+    if limits is not None:
+        facts["flashinfer"] = Fact(limits.library, "flashinfer.__version__")
+        facts["decode_tokens"] = Fact(limits.decode_tokens, limits.source)
+    facts["sparse_mla"] = Fact(mode or "flashinfer", _ROUTE_VARIABLE)
     if "attention" in calls:
-        _attention(report, plan, limits, ranks, tokens)
+        _attention(report, plan, _Routed(mode, limits), ranks, tokens)
     if "indexer" in calls:
         _indexer(report, plan, tokens)
 
@@ -108,7 +144,7 @@ def _kinds(plan: KVPlan) -> dict[str, list[int]]:
 def _attention(
     report: Report,
     plan: KVPlan,
-    limits: FlashInferLimits,
+    routed: _Routed,
     ranks: int,
     tokens: Sequence[int],
 ) -> None:
@@ -140,7 +176,7 @@ def _attention(
         for count in tokens:
             for topk in dict.fromkeys(widths):
                 shape = AttentionShape(count, heads, topk, page, *extra)
-                _add(report, limits, kind, layers, shape)
+                _add(report, routed, kind, layers, shape)
 
 
 def _extra(plan: KVPlan, layer: int) -> tuple[int, int]:
@@ -154,12 +190,12 @@ def _extra(plan: KVPlan, layer: int) -> tuple[int, int]:
 
 def _add(
     report: Report,
-    limits: FlashInferLimits,
+    routed: _Routed,
     kind: str,
     layers: list[int],
     shape: AttentionShape,
 ) -> None:
-    refused = limits.refused(shape)
+    route, refused, why = routed.of(shape)
     row = Row(
         layer_kind=kind,
         layers=layers,
@@ -171,11 +207,17 @@ def _add(
         extra_topk=shape.extra_width,
         extra_page=shape.extra_page,
         states=shape.extra_page if shape.extra_width else shape.page,
-        route=limits.route(shape),
+        route=route,
+        reason=why,
     )
     report.rows.append(row)
     if not refused:
         return
+    library, which, source = "the fork's sparse MLA", "", "128 heads at most"
+    if route == "flashinfer":
+        limits = routed.limits
+        library, source = limits.library, limits.source
+        which = limits.route(shape).split()[1] + " "
     row.ok, row.gate = False, _GATES[refused[0]]
     reasons = []
     for name in refused:
@@ -186,11 +228,11 @@ def _add(
                 Refusal(
                     gate,
                     f"{_shown(layers)} ({kind}), {shape.tokens} tokens: "
-                    f"{limits.library} has no {row.route.split()[1]} kernel for "
-                    f"{reasons[-1]} ({limits.source}); {_REMEDIES[gate]}",
+                    f"{library} has no {which}kernel for "
+                    f"{reasons[-1]} ({source}); {_REMEDIES[gate]}",
                 )
             )
-    row.reason = f"{limits.library} has no kernel for {', '.join(reasons)}"
+    row.reason = f"{library} has no kernel for {', '.join(reasons)}"
 
 
 def _indexer(report: Report, plan: KVPlan, tokens: Sequence[int]) -> None:

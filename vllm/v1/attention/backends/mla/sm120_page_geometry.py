@@ -11,6 +11,7 @@ switch them off.
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import vllm.envs as envs
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -65,6 +66,13 @@ def _on_sm12x() -> bool:
     )
 
 
+def _any_attention_page() -> bool:
+    """Whether the fork's sparse MLA alone reads window pages (sm120_sparse_mla).
+    Compressed pages are DeepGEMM's, too: the indexer's share a block with the main
+    cache's."""
+    return getattr(envs, "VLLM_SM120_SPARSE_MLA", None) == "fork"
+
+
 def page_problem(spec: KVCacheSpec) -> str | None:
     """What is wrong with a page, or None.
 
@@ -75,7 +83,7 @@ def page_problem(spec: KVCacheSpec) -> str | None:
     if isinstance(spec, CircularBufferSpec):
         return None  # the compressor's ring: Triton kernels of any size
     if isinstance(spec, SlidingWindowMLASpec):
-        if spec.block_size == SWA_PAGE_TOKENS:
+        if spec.block_size == SWA_PAGE_TOKENS or _any_attention_page():
             return None
         return (
             f"{name}: found {spec.block_size} tokens a page, need {SWA_PAGE_TOKENS}; "

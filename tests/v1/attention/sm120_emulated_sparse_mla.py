@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sparse-MLA kernel in Triton's interpreter, in a process of its own: whether Triton
+interprets is settled when it is imported. Level of evidence: *emulated*."""
+
+import os
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+
+class Child:
+    """Runs ``measure`` in a process with the interpreter."""
+
+    def __enter__(self):
+        saved = {name: os.environ.get(name) for name in ("TRITON_INTERPRET", "OMP_NUM_THREADS")}
+        os.environ |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        try:
+            self.pool = ProcessPoolExecutor(1, get_context("spawn"))
+            self.pool.submit(int).result()  # it has the environment now
+        finally:
+            for name, value in saved.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
+        return self
+
+    def __exit__(self, *error):
+        self.pool.shutdown()
+
+    def measure(self, **what):
+        return self.pool.submit(measure, **what).result()
+
+    def call(self, function, *args):
+        return self.pool.submit(function, *args).result()
+
+
+def _modules():
+    import sm120_fake_device as fake
+
+    return (
+        fake.load("sm120_device_cases"),
+        fake.load("sm120_reference"),
+        fake.load("sm120_packed_cache"),
+        fake.load("ops.sm120_sparse_mla"),
+        fake.load("ops.sm120_sparse_mla_plan"),
+    )
+
+
+def spread(segment, page, stride):
+    """A segment whose pages lie ``stride`` bytes apart in memory of its own."""
+    import dataclasses
+
+    import torch
+
+    blocks = segment.cache.shape[0]
+    pool = torch.empty(blocks * stride, dtype=torch.uint8)
+    cache = pool.as_strided((blocks, page * 584), (stride, 1))
+    cache.copy_(segment.cache[:, : page * 584])
+    return dataclasses.replace(segment, cache=cache)
+
+
+def measure(
+    shape, seed=0, config=None, stride=0, sinks=None, lens=True, twice=False, loud=1.0, sms=4
+):
+    """One call against the float64 reference.
+
+    Args:
+        shape: fields of ``AttentionShape``.
+        config: its name, or None for what would be chosen.
+        stride: bytes from page to page of both caches, where it is no multiple of 576.
+        sinks: every head's, instead of random ones.
+        lens: whether the call is given lengths.
+        twice: whether it is made twice, and must give the same bits.
+        loud: factor of the query: 8 makes one candidate outweigh all others.
+        sms: of the GPU that the call is planned for.
+
+    Returns:
+        ``whole``: the relative norm of everything; ``worst``: of the worst row; ``lse``:
+        largest difference; ``splits``, ``zeros``: how many rows are exact zeros;
+        ``invalid``: how many have no candidate.
+    """
+    import dataclasses
+
+    import torch
+
+    cases, reference, packed, ops, planning = _modules()
+    case = cases.random_case(cases.AttentionShape(**shape), seed, "cpu")
+    window, extra = case.window, case.compressed
+    if stride:
+        window = spread(window, window.page, stride)
+        extra = extra and spread(extra, extra.page, stride)
+    if not lens:
+        window = dataclasses.replace(window, lengths=None)
+        extra = extra and dataclasses.replace(extra, lengths=None)
+    q = case.q * loud
+    sink = case.sinks if sinks is None else torch.full((q.shape[1],), sinks)
+    more = {}
+    if extra is not None:
+        more = {
+            "extra_cache": packed.record_view(extra.cache, extra.page),
+            "extra_indices": extra.indices,
+            "extra_lens": extra.lengths,
+        }
+    tokens, heads, _ = q.shape
+    tile = None if config is None else planning.CONFIGS[config]
+    ops._gpus[q.device] = gpu = planning.Gpu(sms, 100 << 10)
+    ops._workspaces.clear()
+    width = window.indices.shape[1]
+    splits = planning.plan(
+        tokens, heads, width, extra.indices.shape[1] if extra else 0, gpu, tile
+    ).splits
+    # NaN wherever nothing was written; the workspace, too.
+    ops.default_workspace(q.device).fill_(torch.nan)
+    outs = []
+    for _ in range(1 + twice):
+        out = torch.full_like(q, torch.nan)
+        lse = torch.full((tokens, heads), torch.nan)
+        view = packed.record_view(window.cache, window.page)
+        args = (q, view, window.indices, window.lengths, sink, case.scale, out)
+        ops.sparse_mla(*args, lse=lse, config=tile, **more)
+        outs.append((out, lse))
+    same = all(torch.equal(a, b) for a, b in zip(outs[0], outs[-1], strict=True))
+    want, want_lse = reference.sparse_mla(q, window, extra, sink, case.scale)
+    none = torch.isinf(want_lse)
+    difference = (out.double() - want).norm() / want.norm().clamp_min(1e-30)
+    far = (lse.double() - want_lse)[~none].abs()
+    return {
+        "whole": float(difference),
+        "worst": reference.relative_norm(out, want),
+        "lse": float(far.max()) if far.numel() else 0.0,
+        "splits": splits,
+        "same": same,
+        "zeros": int((out == 0).all(-1).sum()),
+        "invalid": int(none.sum()),
+        "empty_lse": bool(torch.equal(none, lse == -torch.inf)),
+    }
+
+
+def refused(change):
+    """What a call says whose arguments are wrong in one way."""
+    import torch
+
+    cases, _, packed, ops, _ = _modules()
+    case = cases.random_case(cases.AttentionShape(2, 4, 8, 4, context=8), 0, "cpu")
+    window = case.window
+    args = {
+        "q": case.q,
+        "swa_cache": packed.record_view(window.cache, 4),
+        "swa_indices": window.indices,
+        "swa_lens": window.lengths,
+        "sinks": case.sinks,
+        "scale": case.scale,
+        "out": torch.empty_like(case.q),
+    }
+    wrong = {
+        "heads": {"q": case.q.new_zeros(2, 129, 512), "out": case.q.new_zeros(2, 129, 512)},
+        "width of q": {"q": case.q[..., :256]},
+        "type of q": {"q": case.q.half()},
+        "out": {"out": case.q[:1]},
+        "record": {"swa_cache": args["swa_cache"][..., :576]},
+        "odd stride": {"swa_cache": packed.record_view(spread(window, 4, 2339).cache, 4)},
+        "rows of indices": {"swa_indices": window.indices[:1]},
+        "type of indices": {"swa_indices": window.indices.long()},
+        "lens": {"swa_lens": window.lengths[:1]},
+        "sinks": {"sinks": case.sinks.double()},
+        "lse": {"lse": torch.empty(4, 2)},
+        "no extra indices": {"extra_cache": args["swa_cache"]},
+        "workspace": {
+            "swa_indices": window.indices.repeat(1, 5),
+            "workspace": torch.empty(1),
+        },
+    }[change]
+    try:
+        ops.sparse_mla(**{**args, **wrong})
+    except ValueError as error:
+        return str(error)
+    return None

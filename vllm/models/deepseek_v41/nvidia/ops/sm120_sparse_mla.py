@@ -1,0 +1,624 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse MLA over ``fp8_ds_mla`` records: any page, width and head count up to 128.
+
+For what FlashInfer's SM120 kernels refuse; needs Triton alone, and runs on any GPU with
+e4m3 conversions and bf16 tensor cores (compute capability 8.9 or newer)::
+
+    sparse_mla(q, swa_cache, swa_indices, swa_lens, sinks, scale, out)
+    sparse_mla(..., extra_cache=cache, extra_indices=indices, extra_lens=lens)
+
+How it works. A record's 512 values are eight slices of 64: seven in e4m3, with one
+scale each, and one in bf16. Warps own slices, not heads or candidates: each multiplies
+its slice of the query with its slice of 32 records, a sum over warps gives the logits,
+and each then adds to its own slice of the output. So nothing of the query or the output
+is held twice, and a record is read and dequantised once for key and value. Where there
+are few tokens, a token's candidates are cut into splits, which a second kernel merges
+in a fixed order; the sink enters there, once.
+
+``sm120_reference.sparse_mla`` defines the result.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .sm120_sparse_mla_plan import (
+    HEAD_DIM,
+    MAX_HEADS,
+    MAX_TOKENS,
+    Config,
+    Gpu,
+    largest_workspace_floats,
+    plan,
+    workspace_floats,
+)
+
+LOG2_E = 1.4426950408889634
+
+_RECORD_BYTES = 584
+
+# Columns of the output that one program of the merge adds up.
+_MERGE_COLUMNS = 128
+
+
+@triton.jit
+def _bf16(value, EMULATED: tl.constexpr):
+    """Rounded to nearest even. The interpreter's own conversion truncates."""
+    if EMULATED:
+        bits = value.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        value = bits.to(tl.float32, bitcast=True)
+    return value.to(tl.bfloat16)
+
+
+@triton.jit
+def _step(
+    step,
+    swa_steps,
+    swa,
+    swa_indices,
+    swa_len,
+    swa_page,
+    swa_stride,
+    extra,
+    extra_indices,
+    extra_len,
+    extra_page,
+    extra_stride,
+    CANDIDATES: tl.constexpr,
+):
+    """Reads one step's records: which are valid [N], e4m3 bytes [8, N, 64] with the
+    last slice left zero, that slice's bf16 [N, 64], scale bytes [8, N]. Nothing is
+    read through an invalid index."""
+    second = step >= swa_steps
+    cache = tl.where(second, extra, swa)
+    indices = tl.where(second, extra_indices, swa_indices)
+    length = tl.where(second, extra_len, swa_len)
+    page = tl.where(second, extra_page, swa_page)
+    stride = tl.where(second, extra_stride, swa_stride)
+    first = tl.where(second, step - swa_steps, step) * CANDIDATES
+    column = first + tl.arange(0, CANDIDATES)
+    slot = tl.load(indices + column, mask=column < length, other=-1)
+    valid = slot >= 0
+    slot = tl.where(valid, slot, 0)
+    block = slot // page
+    row = slot - block * page
+    start = cache + block.to(tl.int64) * stride
+    record = start + row * 576
+    part = tl.arange(0, 8)
+    column = tl.arange(0, 64)
+    quantised = part < 7
+    nope = tl.load(
+        record[None, :, None] + part[:, None, None] * 64 + column[None, None, :],
+        mask=valid[None, :, None] & quantised[:, None, None],
+        other=0,
+    )
+    rope = tl.load(
+        (record[:, None] + 448).to(tl.pointer_type(tl.bfloat16)) + column[None, :],
+        mask=valid[:, None],
+        other=0.0,
+    )
+    scale = tl.load(
+        (start + page.to(tl.int64) * 576 + row * 8)[None, :] + part[:, None],
+        mask=valid[None, :] & quantised[:, None],
+        other=0,
+    )
+    return valid, nope, rope, scale
+
+
+@triton.jit
+def _dequantised(nope, rope, scale, EMULATED: tl.constexpr):
+    """bf16 [8, N, 64]: exact, but for scales that leave bf16's range."""
+    exponent = scale.to(tl.int32)
+    # As the bits of an fp32: 2**(byte - 127); byte 0 is subnormal, 255 is NaN.
+    bits = tl.where(exponent == 0, 0x00400000, exponent << 23)
+    bits = tl.where(exponent == 255, 0x7FC00000, bits)
+    factor = bits.to(tl.float32, bitcast=True)
+    value = nope.to(tl.float8e4nv, bitcast=True).to(tl.float32) * factor[:, :, None]
+    last = (tl.arange(0, 8) == 7)[:, None, None]
+    return tl.where(last, rope[None, :, :], _bf16(value, EMULATED))
+
+
+@triton.jit
+def _attend(
+    q,
+    records,
+    valid,
+    acc,
+    largest,
+    total,
+    scale_log2,
+    HEADS: tl.constexpr,
+    EMULATED: tl.constexpr,
+):
+    """One step of the online softmax, in base 2."""
+    if EMULATED:
+        q, records = q.to(tl.float32), records.to(tl.float32)
+    logits = tl.sum(tl.dot(q, tl.permute(records, (0, 2, 1))), 0) * scale_log2
+    logits = tl.where(valid[None, :], logits, float("-inf"))
+    now = tl.maximum(largest, tl.max(logits, 1))
+    finite = tl.where(now == float("-inf"), 0.0, now)
+    weights = tl.exp2(logits - finite[:, None])
+    shrink = tl.exp2(largest - finite)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = acc * shrink[None, :, None]
+    weights = _bf16(weights, EMULATED).to(records.dtype)
+    weights = tl.broadcast_to(weights[None, :, :], (8, HEADS, records.shape[1]))
+    return tl.dot(weights, records, acc), now, total
+
+
+# Triton compiles again where an integer is 1 or a multiple of 16. For these that would
+# only cost start-up time; strides decide how wide loads are.
+_UNSPECIALIZED = [
+    "heads",
+    "swa_page",
+    "swa_width",
+    "swa_row",
+    "extra_page",
+    "extra_width",
+    "extra_row",
+    "splits",
+    "head_blocks",
+]
+
+
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
+def _candidates_kernel(
+    q,
+    swa,
+    swa_indices,
+    swa_lens,
+    extra,
+    extra_indices,
+    extra_lens,
+    sinks,
+    out,
+    lse,
+    parts,
+    scale_log2,
+    heads,
+    q_token,
+    q_head,
+    out_token,
+    out_head,
+    swa_page,
+    swa_stride,
+    swa_width,
+    swa_row,
+    extra_page,
+    extra_stride,
+    extra_width,
+    extra_row,
+    splits,
+    head_blocks,
+    HAS_SWA_LENS: tl.constexpr,
+    HAS_EXTRA: tl.constexpr,
+    HAS_EXTRA_LENS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    AHEAD: tl.constexpr,
+    HEADS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    EMULATED: tl.constexpr,
+):
+    """One split of one token's candidates, for ``HEADS`` heads."""
+    program = tl.program_id(0)
+    split = program // head_blocks
+    token = tl.program_id(1).to(tl.int64)
+    head = (program - split * head_blocks) * HEADS + tl.arange(0, HEADS)
+    real = head < heads
+    part = tl.arange(0, 8)
+    column = tl.arange(0, 64)
+    latent = part[:, None, None] * 64 + column[None, None, :]
+    q_at = q + token * q_token + head[None, :, None] * q_head + latent
+    query = tl.load(q_at, mask=real[None, :, None], other=0.0)
+
+    swa_len = swa_width
+    if HAS_SWA_LENS:
+        swa_len = tl.minimum(tl.load(swa_lens + token).to(tl.int32), swa_width)
+    swa_steps = tl.cdiv(tl.maximum(swa_len, 0), CANDIDATES)
+    steps = swa_steps
+    extra_len = extra_width
+    if HAS_EXTRA:
+        if HAS_EXTRA_LENS:
+            extra_len = tl.load(extra_lens + token).to(tl.int32)
+            extra_len = tl.minimum(extra_len, extra_width)
+        steps += tl.cdiv(tl.maximum(extra_len, 0), CANDIDATES)
+    each = tl.cdiv(steps, splits)
+    first = split * each
+    last = tl.minimum(first + each, steps)
+    swa_indices += token * swa_row
+    extra_indices += token * extra_row
+
+    acc = tl.zeros((8, HEADS, 64), tl.float32)
+    largest = tl.full((HEADS,), float("-inf"), tl.float32)
+    total = tl.zeros((HEADS,), tl.float32)
+    if AHEAD:
+        valid, nope, rope, scale = _step(
+            first,
+            swa_steps,
+            swa,
+            swa_indices,
+            tl.where(first < last, swa_len, 0),
+            swa_page,
+            swa_stride,
+            extra,
+            extra_indices,
+            tl.where(first < last, extra_len, 0),
+            extra_page,
+            extra_stride,
+            CANDIDATES,
+        )
+        for step in range(first, last):
+            records = _dequantised(nope, rope, scale, EMULATED)
+            now_valid = valid
+            more = step + 1 < last
+            valid, nope, rope, scale = _step(
+                step + 1,
+                swa_steps,
+                swa,
+                swa_indices,
+                tl.where(more, swa_len, 0),
+                swa_page,
+                swa_stride,
+                extra,
+                extra_indices,
+                tl.where(more, extra_len, 0),
+                extra_page,
+                extra_stride,
+                CANDIDATES,
+            )
+            acc, largest, total = _attend(
+                query,
+                records,
+                now_valid,
+                acc,
+                largest,
+                total,
+                scale_log2,
+                HEADS,
+                EMULATED,
+            )
+    else:
+        for step in range(first, last):
+            valid, nope, rope, scale = _step(
+                step,
+                swa_steps,
+                swa,
+                swa_indices,
+                swa_len,
+                swa_page,
+                swa_stride,
+                extra,
+                extra_indices,
+                extra_len,
+                extra_page,
+                extra_stride,
+                CANDIDATES,
+            )
+            records = _dequantised(nope, rope, scale, EMULATED)
+            acc, largest, total = _attend(
+                query,
+                records,
+                valid,
+                acc,
+                largest,
+                total,
+                scale_log2,
+                HEADS,
+                EMULATED,
+            )
+
+    some = total > 0
+    acc = acc * (1.0 / tl.where(some, total, 1.0))[None, :, None]
+    lse_log2 = tl.where(some, largest + tl.log2(total), float("-inf"))
+    if SPLIT:
+        # [T, splits, heads, 512], and after it [T, splits, heads].
+        row = (token * splits + split) * heads + head
+        at = parts + row[None, :, None] * 512 + latent
+        tl.store(at, acc, mask=real[None, :, None])
+        lses = parts + tl.num_programs(1).to(tl.int64) * splits * heads * 512
+        tl.store(lses + row, lse_log2, mask=real)
+    else:
+        if HAS_SINKS:
+            sink = tl.load(sinks + head, mask=real, other=0.0) * 1.4426950408889634
+            acc = acc * _kept(sink, lse_log2)[None, :, None]
+        out_at = out + token * out_token + head[None, :, None] * out_head + latent
+        tl.store(out_at, _bf16(acc, EMULATED), mask=real[None, :, None])
+        if HAS_LSE:
+            lse_at = lse + token * heads + head
+            tl.store(lse_at, lse_log2 * 0.6931471805599453, mask=real)
+
+
+# Triton's interpreter multiplies bf16 as if it were integers: there, operands are
+# rounded to bf16 and multiplied as fp32, which is what tensor cores do.
+_EMULATED = not isinstance(_candidates_kernel, triton.JITFunction)
+
+
+@triton.jit
+def _kept(sink_log2, lse_log2):
+    """What the sink leaves of the weights: exp(lse) / (exp(lse) + exp(sink))."""
+    kept = 1.0 / (1.0 + tl.exp2(sink_log2 - lse_log2))
+    return tl.where(lse_log2 == float("-inf"), 0.0, kept)
+
+
+@triton.jit(do_not_specialize=["heads", "splits"])
+def _merge_kernel(
+    parts,
+    sinks,
+    out,
+    lse,
+    heads,
+    splits,
+    out_token,
+    out_head,
+    HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EMULATED: tl.constexpr,
+):
+    """The splits of one token and head, ``COLUMNS`` of its output, always in the same
+    order; then the sink."""
+    head = tl.program_id(0)
+    token = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    split = tl.arange(0, SPLITS)
+    row = (token * splits + split) * heads + head
+    lses = parts + tl.num_programs(1).to(tl.int64) * splits * heads * 512
+    lse_log2 = tl.load(lses + row, mask=split < splits, other=float("-inf"))
+    value = tl.load(
+        parts + row[:, None] * 512 + column[None, :],
+        mask=(split < splits)[:, None],
+        other=0.0,
+    )
+    largest = tl.max(lse_log2, 0)
+    finite = tl.where(largest == float("-inf"), 0.0, largest)
+    weight = tl.exp2(lse_log2 - finite)
+    total = tl.sum(weight, 0)
+    some = total > 0
+    result = tl.sum(value * weight[:, None], 0) / tl.where(some, total, 1.0)
+    whole = tl.where(some, finite + tl.log2(total), float("-inf"))
+    if HAS_SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        result = result * _kept(sink, whole)
+    at = out + token * out_token + head * out_head + column
+    tl.store(at, _bf16(result, EMULATED))
+    if HAS_LSE:  # the same value from each block of columns
+        tl.store(lse + token * heads + head, whole * 0.6931471805599453)
+
+
+def sparse_mla(
+    q: torch.Tensor,
+    swa_cache: torch.Tensor,
+    swa_indices: torch.Tensor,
+    swa_lens: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    scale: float,
+    out: torch.Tensor,
+    *,
+    extra_cache: torch.Tensor | None = None,
+    extra_indices: torch.Tensor | None = None,
+    extra_lens: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    config: Config | None = None,
+) -> None:
+    """Attention of each token over its own candidates; writes ``out``, all of it.
+
+    One softmax over both caches' candidates. Deterministic: equal inputs of equal
+    shapes give equal bits. Allocates nothing and never waits for the GPU once
+    ``default_workspace`` was called for it, so that CUDA graphs may capture it; grids
+    depend on shapes alone.
+
+    Args:
+        q: bf16 ``[T, H, 512]``, the last dimension contiguous; T to 65535, H to 128.
+        swa_cache: uint8 ``[blocks, page, 584]`` or ``[blocks, page, 1, 584]``: the view
+            that vLLM binds, of which base, page and block stride matter. Any page;
+            strides and base are multiples of 2 B, and much faster of 16.
+        swa_indices: int32 ``[T, W]`` or ``[T, 1, W]``, W at least 1: slots, ``block *
+            page + row``. Negative ones are skipped; a slot past the end of the cache is
+            undefined behaviour, as in FlashInfer and FlashMLA.
+        swa_lens: int32 ``[T]``, entries of each row that count; None: all.
+        sinks: fp32 ``[H]``, natural logits, or None.
+        scale: what q·k is multiplied by.
+        out: bf16 ``[T, H, 512]``, the last dimension contiguous. Exact zeros where a
+            row has no valid candidate.
+        extra_cache, extra_indices, extra_lens: the compressed cache, likewise.
+        lse: fp32 ``[T, H]``, contiguous, or None: gets the natural log-sum-exp of the
+            candidates without the sink; -inf where there is none.
+        workspace: fp32, as ``default_workspace``; None: that.
+        config: tile sizes, for tuning.
+
+    Raises:
+        ValueError: a shape, type or stride that does not fit.
+    """
+    tokens, heads, _ = _checked_query(q, out, sinks, lse)
+    swa_indices = _checked_segment("swa", swa_cache, swa_indices, swa_lens, tokens)
+    has_extra = extra_cache is not None
+    if has_extra:
+        extra_indices = _checked_segment(
+            "extra", extra_cache, extra_indices, extra_lens, tokens
+        )
+    else:
+        extra_cache, extra_indices = swa_cache, swa_indices
+    if tokens == 0 or heads == 0:
+        return
+    extra_width = extra_indices.shape[1] if has_extra else 0
+    planned = plan(
+        tokens, heads, swa_indices.shape[1], extra_width, gpu_of(q.device), config
+    )
+    splits, cut = planned.splits, planned.config
+    if splits == 1:
+        parts = q  # not touched
+    else:
+        parts = default_workspace(q.device) if workspace is None else workspace
+        need = workspace_floats(tokens, heads, splits)
+        if parts.numel() < need:
+            raise ValueError(f"workspace of {parts.numel()} floats, need {need}")
+    _candidates_kernel[(splits * planned.head_blocks, tokens)](
+        q,
+        swa_cache,
+        swa_indices,
+        swa_indices if swa_lens is None else swa_lens,
+        extra_cache,
+        extra_indices,
+        extra_indices if extra_lens is None else extra_lens,
+        q if sinks is None else sinks,
+        out,
+        q if lse is None else lse,
+        parts,
+        scale * LOG2_E,
+        heads,
+        q.stride(0),
+        q.stride(1),
+        out.stride(0),
+        out.stride(1),
+        swa_cache.shape[1],
+        swa_cache.stride(0),
+        swa_indices.shape[1],
+        swa_indices.stride(0),
+        extra_cache.shape[1],
+        extra_cache.stride(0),
+        extra_width,
+        extra_indices.stride(0),
+        splits,
+        planned.head_blocks,
+        HAS_SWA_LENS=swa_lens is not None,
+        HAS_EXTRA=has_extra,
+        HAS_EXTRA_LENS=extra_lens is not None,
+        HAS_SINKS=sinks is not None,
+        HAS_LSE=lse is not None,
+        SPLIT=splits > 1,
+        AHEAD=cut.ahead,
+        HEADS=cut.heads,
+        CANDIDATES=cut.candidates,
+        EMULATED=_EMULATED,
+        num_warps=cut.warps,
+        num_stages=cut.stages,
+        maxnreg=cut.registers,
+    )
+    if splits > 1:
+        _merge_kernel[(heads, tokens, HEAD_DIM // _MERGE_COLUMNS)](
+            parts,
+            q if sinks is None else sinks,
+            out,
+            q if lse is None else lse,
+            heads,
+            splits,
+            out.stride(0),
+            out.stride(1),
+            HAS_SINKS=sinks is not None,
+            HAS_LSE=lse is not None,
+            SPLITS=max(2, triton.next_power_of_2(splits)),
+            COLUMNS=_MERGE_COLUMNS,
+            EMULATED=_EMULATED,
+            num_warps=4,
+            num_stages=1,
+        )
+
+
+_workspaces: dict[torch.device, torch.Tensor] = {}
+_gpus: dict[torch.device, Gpu] = {}
+
+
+def default_workspace(device: torch.device) -> torch.Tensor:
+    """fp32, enough for any call on this device; allocated once, and kept. Call it
+    before a CUDA graph is captured."""
+    if device not in _workspaces:
+        floats = largest_workspace_floats(gpu_of(device))
+        _workspaces[device] = torch.empty(floats, dtype=torch.float32, device=device)
+    return _workspaces[device]
+
+
+def gpu_of(device: torch.device) -> Gpu:
+    """What planning needs to know of a device; a small GPU for the interpreter."""
+    if device not in _gpus:
+        found = Gpu(sms=4, shared=100 << 10)
+        if device.type == "cuda":
+            had = torch.cuda.get_device_properties(device)
+            shared = had.shared_memory_per_multiprocessor
+            found = Gpu(had.multi_processor_count, shared)
+        _gpus[device] = found
+    return _gpus[device]
+
+
+def _checked_query(
+    q: torch.Tensor,
+    out: torch.Tensor,
+    sinks: torch.Tensor | None,
+    lse: torch.Tensor | None,
+) -> tuple[int, int, int]:
+    shape = tuple(q.shape)
+    if len(shape) != 3 or shape[2] != HEAD_DIM or shape[1] > MAX_HEADS:
+        raise ValueError(f"q is {shape}, need [T, H <= {MAX_HEADS}, {HEAD_DIM}]")
+    if shape[0] > MAX_TOKENS:
+        raise ValueError(f"q has {shape[0]} tokens, one call takes {MAX_TOKENS}")
+    if tuple(out.shape) != shape:
+        raise ValueError(f"out is {tuple(out.shape)}, need q's {shape}")
+    for name, tensor in (("q", q), ("out", out)):
+        if tensor.dtype != torch.bfloat16 or tensor.stride(2) != 1:
+            raise ValueError(
+                f"{name} is {tensor.dtype}, stride {tensor.stride()}; need bfloat16 "
+                "with a contiguous last dimension"
+            )
+    if sinks is not None and (
+        tuple(sinks.shape) != shape[1:2]
+        or sinks.dtype != torch.float32
+        or not sinks.is_contiguous()
+    ):
+        raise ValueError(f"sinks are {sinks.dtype} {tuple(sinks.shape)}, need fp32 [H]")
+    if lse is not None and (
+        tuple(lse.shape) != shape[:2]
+        or lse.dtype != torch.float32
+        or not lse.is_contiguous()
+    ):
+        raise ValueError(f"lse is {lse.dtype} {tuple(lse.shape)}, need fp32 [T, H]")
+    return shape
+
+
+def _checked_segment(
+    name: str,
+    cache: torch.Tensor,
+    indices: torch.Tensor | None,
+    lens: torch.Tensor | None,
+    tokens: int,
+) -> torch.Tensor:
+    """The index table as ``[T, W]``."""
+    if (
+        cache.dtype != torch.uint8
+        or cache.dim() not in (3, 4)
+        or cache.shape[-1] != _RECORD_BYTES
+        or (cache.dim() == 4 and cache.shape[2] != 1)
+        or cache.shape[1] < 1
+    ):
+        raise ValueError(
+            f"{name}_cache is {cache.dtype} {tuple(cache.shape)}, need uint8 "
+            f"[blocks, page, {_RECORD_BYTES}]"
+        )
+    if cache.stride(0) % 2 or cache.data_ptr() % 2:
+        raise ValueError(f"{name}_cache's pages start at odd addresses")
+    if indices is None:
+        raise ValueError(f"{name}_cache has no indices")
+    if indices.dim() == 3:
+        indices = indices.squeeze(1)
+    if (
+        indices.dim() != 2
+        or indices.shape[0] != tokens
+        or indices.dtype != torch.int32
+        or (indices.shape[1] > 1 and indices.stride(1) != 1)
+    ):
+        raise ValueError(
+            f"{name}_indices are {indices.dtype} {tuple(indices.shape)}, need int32 "
+            f"[{tokens}, W] with contiguous rows"
+        )
+    if lens is not None and (
+        tuple(lens.shape) != (tokens,)
+        or lens.dtype != torch.int32
+        or not lens.is_contiguous()
+    ):
+        raise ValueError(
+            f"{name}_lens are {lens.dtype} {tuple(lens.shape)}, need int32 [{tokens}]"
+        )
+    return indices
