@@ -439,7 +439,13 @@ def planned(platform):
     from vllm.models.deepseek_v41.nvidia.sm120_selftest_report import Report
 
     report = Report(ARGV, rules_only=False, complete=True)
-    options = type("Options", (), {"tokens": [1], "calls": None})
+    options = SimpleNamespace(
+        tokens=[1],
+        calls=None,
+        capability=(12, 0),
+        device_memory_gib=None,
+        host_memory_gib=None,
+    )
     argv.set_up_platform((12, 0))
     return report, selftest.judge(report, options, argv.parse(ARGV), (12, 0))
 
