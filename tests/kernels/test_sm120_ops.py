@@ -44,7 +44,7 @@ def test_kernel_agrees(fork_module, name):
     child = fork_module("sm120_child_process")
     ops = plan.plan_ops(plan.from_config(CONFIG, 4), [name])
     results = child.in_child([op_call.OpCall(op) for op in ops], limit_s=300)
-    absent = [r.reason for r in results if r.reason.startswith("cannot be called")]
+    absent = [r.reason for r in results if r.reason.startswith(op_call.CANNOT)]
     if len(absent) == len(results):
         pytest.skip(f"{name} {absent[0]}")
     assert [f"{r.call}: {r.reason}" for r in results if not r.ok] == []

@@ -96,6 +96,14 @@ def test_whole_stays_below_its_memory(figures, ranks, stride):
     assert max(found.values()) < op_call.MEMORY_LIMIT, max(found, key=found.get)
 
 
+def test_each_shape_is_called_once(figures):
+    found = plan.plan_ops(figures)
+    assert len(found) == len(set(found))
+    assert len(of(figures, "prefill_logits")) == 2  # ratios 1 and 2 have the same pages
+    apart = dataclasses.replace(figures, indexer={1: plan.Cache(64, 0), 2: plan.Cache(64, 9216)})
+    assert len(of(apart, "prefill_logits")) == 4
+
+
 def test_every_call_has_ops(figures):
     assert {op.name for op in plan.plan_ops(figures)} == set(plan.OP_CALLS)
     assert {op.name for op in plan.plan_ops(figures, ["topk", "mxfp8"])} == {"topk", "mxfp8"}

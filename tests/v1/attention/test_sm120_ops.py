@@ -195,7 +195,7 @@ def test_missing_libraries_are_rows_and_the_rest_goes_on():
     assert results[1].reason.startswith("cannot be called: ")
     assert "an_op_that_no_build_has" in results[1].reason
     assert results[2].call == "the last"
-    assert [line.split(":")[0] for line in said] == ["wrong", "wrong", "right"]
+    assert [line.split(":")[0] for line in said] == ["absent", "absent", "right"]
 
 
 def test_crash_fails_one_call():

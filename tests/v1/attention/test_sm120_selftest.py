@@ -431,25 +431,41 @@ def test_wrong_pages_are_judged_by_the_self_test_not_by_the_start_up_check(run, 
 # Ops.
 
 
-@pytest.fixture
-def with_ops(selftest, platform):
-    """``with_ops(result, calls)``: the report of a device run in which each call came to
-    ``result(call)``, and the calls that were made."""
+@pytest.fixture(scope="module")
+def planned(platform):
+    """A judged report and vLLM's plan, at one token."""
+    from vllm.models.deepseek_v41.nvidia import sm120_decode_shape_selftest as selftest
     from vllm.models.deepseek_v41.nvidia import sm120_selftest_argv as argv
+    from vllm.models.deepseek_v41.nvidia.sm120_selftest_report import Report
+
+    report = Report(ARGV, rules_only=False, complete=True)
+    options = SimpleNamespace(
+        tokens=[1],
+        calls=None,
+        capability=(12, 0),
+        device_memory_gib=None,
+        host_memory_gib=None,
+    )
+    argv.set_up_platform((12, 0))
+    return report, selftest.judge(report, options, argv.parse(ARGV), (12, 0))
+
+
+@pytest.fixture
+def with_ops(planned):
+    """``with_ops(result, calls)``: the report of a device run in which each call came to
+    ``result(call)``, vLLM's plan, the calls that were made, and what was said."""
     from vllm.models.deepseek_v41.nvidia import sm120_selftest_device as device
     from vllm.models.deepseek_v41.nvidia.sm120_selftest_report import Report
 
-    def do(result, calls=None, more=()):
+    def do(result, calls=None):
+        judged, plan = planned
         made, said = [], []
 
         def runner(waiting, **_):
             made.extend(waiting)
             return [result(call) for call in waiting]
 
-        report = Report(ARGV, rules_only=False, complete=True)
-        options = type("Options", (), {"tokens": [1], "calls": calls})
-        argv.set_up_platform((12, 0))
-        plan = selftest.judge(report, options, argv.parse([*ARGV, *more]), (12, 0))
+        report = judged if calls is None else Report(ARGV, rules_only=False, complete=False)
         ops = device.op_rows(report, plan, calls)
         device.run(report, plan, "cpu", calls=runner, ops=ops, say=said.append)
         return report, plan, made, said
@@ -485,6 +501,9 @@ def test_ops_are_rows_with_the_planned_pages(with_ops):
     assert {op.capacity for op in ops if op.name == "compressor"} == {8}
     assert report.facts["ops_first_calls_s"].value == 2.0 * len(made)
     assert report.facts["ops_peak_bytes"].value == 1 << 20
+    stated = report.facts["ops_memory"].value
+    assert set(stated) == {row.call for row in rows}
+    assert max(stated.values()) < 2 << 30
     assert report.line() == "SELFTEST PASS"
     assert any("compiled" in line for line in said)
 

@@ -23,7 +23,7 @@ import torch
 from .sm120_device_calls import CallResult, failed, run_attention, run_indexer
 from .sm120_device_cases import AttentionShape, IndexerShape, random_case
 from .sm120_device_kernels import AttentionKernel, IndexerKernel
-from .sm120_op_call import FIRST_ENDED, REPEATS, OpCall
+from .sm120_op_call import CANNOT, FIRST_ENDED, REPEATS, OpCall
 
 # A child that was killed while a driver call hangs may never be reaped.
 _REAP_S = 10.0
@@ -71,7 +71,7 @@ Call = DeviceCall | OpCall
 def in_child(
     calls: Sequence[Call],
     limit_s: float = 600.0,
-    start_s: float = 120.0,
+    start_s: float = 300.0,
     method: str = "spawn",
     after_first_s: float = 120.0,
     say: Callable[[str], None] = lambda _: None,
@@ -86,7 +86,8 @@ def in_child(
         limit_s: seconds that one call may take; compiling at first use counts.
         after_first_s: seconds that an op may take once its first call has ended.
         say: gets a line for each op's result, and while a call takes long.
-        start_s: seconds for a child to start and import.
+        start_s: seconds for a child to start and import: vLLM took 20 to 150 s on two
+            busy cores.
         method: of multiprocessing. ``spawn`` works whatever the parent has done with
             CUDA; ``forkserver`` and ``fork`` save imports and need a parent without it.
 
@@ -148,7 +149,8 @@ def _one_child(
 
 def _line(result: CallResult) -> str:
     if not result.ok:
-        return f"wrong: {result.call}: {result.reason}"
+        said = "absent" if result.reason.startswith(CANNOT) else "wrong"
+        return f"{said}: {result.call}: {result.reason}"
     times = f"first call {result.first_s:.1f} s, the rest {result.rest_s:.1f} s"
     return f"right: {result.call}: error {result.error_norm:.2g}; {times}"
 

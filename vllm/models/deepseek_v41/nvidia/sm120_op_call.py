@@ -31,6 +31,8 @@ MEMORY_LIMIT = 2 << 30
 # How often a call is repeated, to the bit: a race shows as a difference.
 REPEATS = 20
 FIRST_ENDED = "the first call has ended"
+# How a result's reason begins where the library is not here, so that nothing ran.
+CANNOT = "cannot be called"
 
 
 class Unavailable(Exception):
@@ -137,7 +139,7 @@ def run_op(
         got = kernel(given)
         _synchronize(device)
     except Unavailable as missing:
-        return failed(call, f"cannot be called: {missing}")
+        return failed(call, f"{CANNOT}: {missing}")
     except Exception as error:
         return failed(call, error)
     first = time.monotonic()
@@ -266,7 +268,7 @@ class OpCall:
             kernel = make(self.op)
         except (Unavailable, ImportError, AttributeError) as missing:
             # AttributeError: torch.ops has no such op in this build.
-            return failed(str(self), f"cannot be called: {missing}")
+            return failed(str(self), f"{CANNOT}: {missing}")
         result = run_op(self.op, kernel, self.device, self.seed, tell)
         return replace(result, call=str(self))
 

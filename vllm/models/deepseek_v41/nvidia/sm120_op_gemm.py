@@ -9,7 +9,7 @@ import torch
 
 from .sm120_device_cases import GUARD_BYTE
 from .sm120_device_kernels import Bound
-from .sm120_op_call import Expected, Kernel, Op, Tensors
+from .sm120_op_call import Expected, Kernel, Op, Tensors, Unavailable
 from .sm120_op_reference import MX_GROUP, UE8M0_BIAS, mxfp4_values, mxfp8_values
 from .sm120_reference import CHUNK_BYTES
 
@@ -221,9 +221,13 @@ class Experts(Op):
 
         Raises:
             ImportError: no vLLM.
+            Unavailable: vLLM does not run experts by DeepGEMM on this GPU.
         """
         from vllm.model_executor.layers.fused_moe.deep_gemm_utils import (
             deepgemm_moe_permute,
+        )
+        from vllm.model_executor.layers.fused_moe.experts.deep_gemm_moe import (
+            DeepGemmFP4Experts,
         )
         from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import (
             _pack_deepgemm_mxfp4_scales,
@@ -236,6 +240,9 @@ class Experts(Op):
             m_grouped_fp8_fp4_gemm_nt_contiguous,
             mk_alignment_scope,
         )
+
+        if not DeepGemmFP4Experts._supports_current_device():
+            raise Unavailable("vLLM's DeepGemmFP4Experts does not take this GPU")
 
         def gemm(
             a: torch.Tensor,

@@ -193,7 +193,8 @@ def plan_ops(figures: Figures, calls: Collection[str] | None = None) -> list[Op]
         *_choice(figures),
         Sampler(64, figures.config.vocab_size),
     ]
-    return [op for op in ops if calls is None or op.name in calls]
+    # Caches of both ratios may be alike: each shape once.
+    return [op for op in dict.fromkeys(ops) if calls is None or op.name in calls]
 
 
 def _hyper(figures: Figures) -> list[Op]:

@@ -28,13 +28,11 @@ from .sm120_device_calls import CallResult
 from .sm120_device_cases import IndexerShape
 from .sm120_device_kernels import deep_gemm_kernel
 from .sm120_kernel_caches import compared, count, folders
-from .sm120_op_call import MEMORY_LIMIT, OpCall
+from .sm120_op_call import CANNOT, MEMORY_LIMIT, OpCall
 from .sm120_op_plan import OP_CALLS, Figures, from_config, plan_ops
 from .sm120_op_topk import TopK
 
 _INDEXER = "indexer"
-# What a call's reason begins with where nothing ran (sm120_op_call.py).
-_CANNOT = "cannot be called"
 
 
 def table_calls(figures: Figures, wanted: Sequence[str], device: str) -> list[Call]:
@@ -88,8 +86,8 @@ def main(
     for line in lines(calls, results):
         say(line)
     say(compared(before, count(folders())))
-    wrong = [r for r in results if not r.ok and not r.reason.startswith(_CANNOT)]
-    absent = sum(r.reason.startswith(_CANNOT) for r in results)
+    wrong = [r for r in results if not r.ok and not r.reason.startswith(CANNOT)]
+    absent = sum(r.reason.startswith(CANNOT) for r in results)
     right = len(results) - len(wrong) - absent
     times = (sum(getattr(r, k) or 0.0 for r in results) for k in ("first_s", "rest_s"))
     say("first calls {:.0f} s, everything after them {:.0f} s".format(*times))
@@ -107,7 +105,7 @@ def lines(calls: Sequence[Call], results: Sequence[CallResult]) -> list[str]:
     head = ("", "error", "bound", "first s", "rest s", "MiB", "call")
     rows: list[tuple[str, ...]] = [head]
     for call, result in zip(calls, results, strict=True):
-        said = "absent" if result.reason.startswith(_CANNOT) else "WRONG"
+        said = "absent" if result.reason.startswith(CANNOT) else "WRONG"
         bound = result.bound.value if result.bound else None
         peak = None if result.peak_bytes is None else result.peak_bytes / (1 << 20)
         numbers = (result.error_norm, bound, result.first_s, result.rest_s, peak)

@@ -131,6 +131,10 @@ def op_rows(
         )
         report.rows.append(row)
         found.append((row, op))
+    stated: dict[str, int] = {}
+    for _, op in found:
+        stated[op.name] = max(op.gpu_bytes(), stated.get(op.name, 0))
+    report.facts["ops_memory"] = Fact(stated, "gpu_bytes of the largest call each")
     return found
 
 
