@@ -155,6 +155,7 @@ def compiled(
                 "AHEAD": config.ahead,
                 "HEADS": config.heads,
                 "CANDIDATES": config.candidates,
+                "WIDE_SCALES": True,
                 "EMULATED": False,
             }
             made = constants, capability, config.warps, config.stages, config.registers

@@ -84,7 +84,19 @@ def test_shapes(child, what):
     right(child.measure(shape=what))
 
 
-@pytest.mark.parametrize("config", planning.CONFIGS)
+def _chosen():
+    """The configs that ``choose`` gives on an SM12x GPU, at some call."""
+    calls = [(1, 16), (8, 16), (64, 16), (4096, 16), (1, 64), (64, 64), (4096, 128)]
+    return list(dict.fromkeys(planning.choose(*call, RTX_PRO_6000) for call in calls))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(name, marks=() if name in _chosen() else pytest.mark.slow)
+        for name in planning.CONFIGS
+    ],
+)
 def test_every_config(child, config):
     what = shape(2, 20, 70, 64, 35, 32)
     found = right(child.measure(shape=what, config=config, sms=1))
@@ -151,7 +163,7 @@ def test_addresses_past_4_gib(child):
 
 
 @settings(
-    deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None, max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     tokens=st.integers(1, 9),
@@ -232,12 +244,6 @@ def test_configs_fit_an_sm12x_multiprocessor(config):
 
 
 # --- the compiler's report ----------------------------------------------------------
-
-
-def _chosen():
-    """The configs that ``choose`` gives on an SM12x GPU, at some call."""
-    calls = [(1, 16), (8, 16), (64, 16), (4096, 16), (1, 64), (64, 64), (4096, 128)]
-    return list(dict.fromkeys(planning.choose(*call, RTX_PRO_6000) for call in calls))
 
 
 def _fit(capability, configs):

@@ -66,10 +66,12 @@ def _step(
     extra_page,
     extra_stride,
     CANDIDATES: tl.constexpr,
+    WIDE_SCALES: tl.constexpr,
 ):
     """Reads one step's records: which are valid [N], e4m3 bytes [8, N, 64] with the
-    last slice left zero, that slice's bf16 [N, 64], scale bytes [8, N]. Nothing is
-    read through an invalid index."""
+    last slice left zero, that slice's bf16 [N, 64], and scales: bytes [8, N], or where
+    they lie at multiples of 8 a word of eight [N]. Nothing is read through an invalid
+    index."""
     second = step >= swa_steps
     cache = tl.where(second, extra, swa)
     indices = tl.where(second, extra_indices, swa_indices)
@@ -98,18 +100,24 @@ def _step(
         mask=valid[:, None],
         other=0.0,
     )
-    scale = tl.load(
-        (start + page.to(tl.int64) * 576 + row * 8)[None, :] + part[:, None],
-        mask=valid[None, :] & quantised[:, None],
-        other=0,
-    )
+    at = start + page.to(tl.int64) * 576 + row * 8
+    if WIDE_SCALES:
+        scale = tl.load(at.to(tl.pointer_type(tl.int64)), mask=valid, other=0)
+    else:
+        scale = tl.load(
+            at[None, :] + part[:, None],
+            mask=valid[None, :] & quantised[:, None],
+            other=0,
+        )
     return valid, nope, rope, scale
 
 
 @triton.jit
-def _dequantised(nope, rope, scale, EMULATED: tl.constexpr):
+def _dequantised(nope, rope, scale, WIDE_SCALES: tl.constexpr, EMULATED: tl.constexpr):
     """bf16 [8, N, 64]: exact, but for scales that leave bf16's range."""
-    exponent = scale.to(tl.int32)
+    if WIDE_SCALES:
+        scale = scale[None, :] >> (tl.arange(0, 8) * 8)[:, None].to(tl.int64)
+    exponent = scale.to(tl.int32) & 255
     # As the bits of an fp32: 2**(byte - 127); byte 0 is subnormal, 255 is NaN.
     bits = tl.where(exponent == 0, 0x00400000, exponent << 23)
     bits = tl.where(exponent == 255, 0x7FC00000, bits)
@@ -200,6 +208,7 @@ def _candidates_kernel(
     AHEAD: tl.constexpr,
     HEADS: tl.constexpr,
     CANDIDATES: tl.constexpr,
+    WIDE_SCALES: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
     """One split of one token's candidates, for ``HEADS`` heads."""
@@ -249,9 +258,10 @@ def _candidates_kernel(
             extra_page,
             extra_stride,
             CANDIDATES,
+            WIDE_SCALES,
         )
         for step in range(first, last):
-            records = _dequantised(nope, rope, scale, EMULATED)
+            records = _dequantised(nope, rope, scale, WIDE_SCALES, EMULATED)
             now_valid = valid
             more = step + 1 < last
             valid, nope, rope, scale = _step(
@@ -268,6 +278,7 @@ def _candidates_kernel(
                 extra_page,
                 extra_stride,
                 CANDIDATES,
+                WIDE_SCALES,
             )
             acc, largest, total = _attend(
                 query,
@@ -296,8 +307,9 @@ def _candidates_kernel(
                 extra_page,
                 extra_stride,
                 CANDIDATES,
+                WIDE_SCALES,
             )
-            records = _dequantised(nope, rope, scale, EMULATED)
+            records = _dequantised(nope, rope, scale, WIDE_SCALES, EMULATED)
             acc, largest, total = _attend(
                 query,
                 records,
@@ -494,6 +506,7 @@ def sparse_mla(
         AHEAD=cut.ahead,
         HEADS=cut.heads,
         CANDIDATES=cut.candidates,
+        WIDE_SCALES=_by_eights(swa_cache) and _by_eights(extra_cache),
         EMULATED=_EMULATED,
         num_warps=cut.warps,
         num_stages=cut.stages,
@@ -542,6 +555,11 @@ def gpu_of(device: torch.device) -> Gpu:
             found = Gpu(had.multi_processor_count, shared)
         _gpus[device] = found
     return _gpus[device]
+
+
+def _by_eights(cache: torch.Tensor) -> bool:
+    """Whether every record's scales lie at a multiple of 8 B, as in all of vLLM's."""
+    return cache.stride(0) % 8 == 0 and cache.data_ptr() % 8 == 0
 
 
 def _checked_query(

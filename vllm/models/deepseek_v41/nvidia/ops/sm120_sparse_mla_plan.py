@@ -84,7 +84,6 @@ CONFIGS = {
     "16 heads, 16 records, 8 warps, 3 stages": Config(
         16, 16, 8, False, 3, 128, 59 * _KIB
     ),
-    "16 heads, 32 records, 4 warps": Config(16, 32, 4, False, 1, 255, 80 * _KIB),
     "16 heads, 32 records, 8 warps": Config(16, 32, 8, False, 1, 255, 80 * _KIB),
     "16 heads, 32 records, 8 warps, ahead": Config(16, 32, 8, True, 1, 255, 80 * _KIB),
     "32 heads, 16 records, 8 warps": Config(32, 16, 8, False, 1, 255, 64 * _KIB),
