@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import vllm
 from vllm import envs
@@ -339,7 +338,8 @@ def sizes_here(config: Any) -> tuple[int, int]:
     used = min(_ranks_here(config)[0], current_platform.device_count())
     total = current_platform.get_device_total_memory
     smallest = min(int(total(number)) for number in range(max(1, used)))
-    return smallest, psutil.virtual_memory().total
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return smallest, host
 
 
 def _gib(size: int, digits: int = 1) -> str:
