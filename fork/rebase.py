@@ -28,6 +28,8 @@ SCHEMA = 1
 _STATES = 64
 """States in every page of the fork's (sm120_page_geometry.py, STATES_PER_PAGE)."""
 
+_ANY_SHAPE = "sm120_sparse_mla"
+
 SAFE = "text-only safe"
 """The case that must pass once the series is applied (fork/probe.py)."""
 
@@ -129,9 +131,13 @@ def replay(
             wanted |= {m.name: _others(m, fitting) for m in members if m.name not in patches.CHECKS}
             found = arms.arms(wanted, say)
         result |= {"stock": found["stock"], "patched": found["patched"]}
+        # The kernel for every shape would pass what the other patches are needed for: they are
+        # tried, and compared, without it.
+        plain = found.get(_ANY_SHAPE, found["patched"])
         for row in rows:
-            if row["name"] in found:
-                row["without"] = _without(row, found[row["name"]], result)
+            if (name := row["name"]) in found:
+                patched = found["patched"] if name == _ANY_SHAPE else plain
+                row["without"] = _without(row, found[name], found["stock"], patched)
         problems += _problems(result)
     result |= {"problems": problems, "clean": not problems}
     return result | {"seconds": round(time.monotonic() - started, 1)}
@@ -200,19 +206,19 @@ def _elsewhere(edit: Edit, why: str, tree: Tree) -> list[str]:
 
 
 def _others(member: Patch, fitting: Sequence[Patch]) -> list[Patch]:
-    """Every member but this one, and but the start-up check: that is the fork's own word,
-    and would hide what upstream plans."""
-    left_out = (member.name, "sm120_page_geometry_check")
+    """Every member but this one, and but what would hide what upstream plans and what the
+    libraries refuse: the start-up check and the kernel for every shape."""
+    left_out = (member.name, "sm120_page_geometry_check", _ANY_SHAPE)
     return [m for m in fitting if m.name not in left_out]
 
 
 def _without(
-    row: dict[str, Any], without: dict[str, Any], result: dict[str, Any]
+    row: dict[str, Any], without: dict[str, Any], stock: dict[str, Any], patched: dict[str, Any]
 ) -> dict[str, Any]:
     """Whether a patch is needed, by what this release does with the others alone."""
     fits = row["verdict"] == Verdict.PENDING
-    reference = result["patched"] if fits else result["stock"]
-    needed = _worse(without, result["patched"] if fits else None)
+    reference = patched if fits else stock
+    needed = _worse(without, patched if fits else None)
     plan, other = without["plan"], reference["plan"]
     if "error" not in plan and "error" not in other:
         cost, usual = plan["bytes_per_token"], other["bytes_per_token"]

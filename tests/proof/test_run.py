@@ -145,6 +145,7 @@ def test_a_job_is_told_what_to_do(runner, engine):
     job = json.loads(one.result(Job("fork", "eager", True)).read_text())
     checkpoints = str(one.work / "checkpoints")
     expected = {"name": "eager.fork", "arm": "fork", "setup": "eager", "faults": True}
+    expected["speed"] = False
     assert job == {**expected, "checkpoint": checkpoints}
     log = (one.work / "logs" / "eager.fork.log").read_text().splitlines()
     assert log[0] == str(run.ROOT)

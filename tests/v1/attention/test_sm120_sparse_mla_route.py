@@ -334,7 +334,7 @@ def test_device_rows_run_their_route(platform):
     )
     seen = []
 
-    def calls(every):
+    def calls(every, **_):
         seen.extend(call.kernel for call in every)
         return [CallResult("x", True, 1e-3, BF16_BOUND) for _ in every]
 
