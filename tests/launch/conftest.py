@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -45,6 +46,15 @@ def argv_of(rank: int, ranks: int = 4) -> tuple[str, ...]:
         *("--nnodes", str(ranks), "--node-rank", str(rank), "--master-addr", "127.0.0.11"),
         *headless,
     )
+
+
+@pytest.fixture
+def hangup():
+    """SIGHUP as a terminal has it: under nohup it is ignored, which children inherit and no
+    shell can trap."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture

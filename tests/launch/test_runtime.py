@@ -452,7 +452,7 @@ def test_what_outlives_a_login_is_not_asked_about(rank):
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGHUP])
-def test_a_gate_that_is_cancelled_leaves_no_folder(in_venv, tmp_path, monkeypatch, end):
+def test_a_gate_that_is_cancelled_leaves_no_folder(in_venv, tmp_path, monkeypatch, hangup, end):
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     made = in_venv(env={"MODE": "hang"})

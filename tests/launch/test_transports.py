@@ -247,7 +247,7 @@ def ssh_is(tmp_path, monkeypatch):
         ("exit 3", None, ""),
     ],
 )
-def test_ssh_status(ssh_is, script, problem, detail):
+def test_ssh_status(ssh_is, hangup, script, problem, detail):
     ssh_is(script)
     done = transport.run(SSH, ["true"])
     assert (done.problem, done.detail) == (problem, detail)
