@@ -27,11 +27,12 @@ INDEXER = "vllm/v1/attention/backends/mla/indexer.py"
 PLANNING = "vllm/v1/core/kv_cache_planning.py"
 ENVS = "vllm/envs.py"
 
-SWA, STATES, LAYOUT, CHECK, SELFTEST = (
+SWA, STATES, LAYOUT, CHECK, ANY_SHAPE, SELFTEST = (
     "sm120_swa_page_block_size",
     "sm120_compressed_page_states",
     "sm120_kv_layout",
     "sm120_page_geometry_check",
+    "sm120_sparse_mla",
     "sm120_decode_shape_selftest",
 )
 
@@ -103,8 +104,8 @@ def test_moved_file(stock):
     new = "vllm/models/deepseek_v41/nvidia/sparse_attention.py"
     tree = Overlay(stock, {FLASHINFER: None, new: stock.read(FLASHINFER)})
     rows = verdicts(tree)
-    only(rows, SWA, STATES)
-    for name, count in ((SWA, 1), (STATES, 2)):
+    only(rows, SWA, STATES, ANY_SHAPE)
+    for name, count in ((SWA, 1), (STATES, 2), (ANY_SHAPE, 6)):
         found = [edit for edit in rows[name]["edits"] if edit["state"] == "drift"]
         assert [edit["found"] for edit in found] == ["no such file"] * count
         assert all(edit["edit"].startswith(FLASHINFER) for edit in found)
@@ -115,7 +116,7 @@ def test_moved_file(stock):
 def test_renamed_class(stock):
     text = stock.read(FLASHINFER).replace(b"DeepseekV4FlashInferSM120Attention", b"SM120Attention")
     rows = verdicts(Overlay(stock, {FLASHINFER: text}))
-    only(rows, SWA)
+    only(rows, SWA, ANY_SHAPE)
     [(edit, found)] = drifted(rows[SWA]).items()
     assert "swa_block_size" in edit and "DeepseekV4FlashInferSM120Attention" in found
 
