@@ -338,6 +338,10 @@ def measure(case: Case, limits: tuple[float, float], ops: Any, check: bool) -> d
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
     inputs = Inputs(case, l2)
     calls: dict[str, Callable[[int], None] | None] = {"fork": ours(inputs)}
+    planning = load("ops.sm120_sparse_mla_plan")
+    gpu = load("ops.sm120_sparse_mla").gpu_of(inputs.out.device)
+    triton = planning.CONFIGS[planning.choose(case.tokens, case.heads, gpu, cuda=False)]
+    calls["fork, Triton"] = ours(inputs, triton)
     if ops is not None:
         calls["FlashMLA"] = flashmla_decode(ops, inputs)
         if case.tokens > 256:
@@ -410,7 +414,7 @@ def tune(case: Case, l2: int) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The report, plain text."""
-    names = ["fork", "FlashMLA", "FlashMLA prefill", "FlashInfer"]
+    names = ["fork", "fork, Triton", "FlashMLA", "FlashMLA prefill", "FlashInfer"]
     names = [n for n in names if any(n in row for row in rows)]
     heads = [*names, "bytes floor", "operations floor"]
     lines = [f"{'us a call':38}" + "".join(f"{h:>17}" for h in heads) + f"{'ratio':>8}{'bar':>6}"]
@@ -443,7 +447,7 @@ def plot(rows: list[dict[str, Any]], path: Path, gpu: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    names = ["fork", "FlashMLA", "FlashMLA prefill", "FlashInfer"]
+    names = ["fork", "fork, Triton", "FlashMLA", "FlashMLA prefill", "FlashInfer"]
     names = [n for n in names if any(n in row for row in rows)]
     figure, axis = pyplot.subplots(figsize=(9, 0.6 * len(rows) + 1.5))
     height = 0.8 / len(names)

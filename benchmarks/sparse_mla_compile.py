@@ -3,8 +3,9 @@
 
     python -m benchmarks.sparse_mla_compile [--capability 120] [--json PATH]
 
-Triton compiles each config of ``sm120_sparse_mla_plan.CONFIGS`` and the merge with the ptxas
-that it carries; cuobjdump reads registers, stack and shared memory from the cubin. Exits 1 if
+NVRTC compiles sm120_sparse_mla.cu, and Triton each config of its own in
+``sm120_sparse_mla_plan.CONFIGS``, with the ptxas that it carries; cuobjdump reads registers,
+stack and shared memory from the cubins. Exits 1 if
 one spills or takes more than the 99 KiB that a block of SM12x may have. Level of evidence:
 *compiled*.
 """
@@ -111,19 +112,28 @@ def build(
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def read(name: str, capability: int, built: Any) -> Compiled:
-    """What cuobjdump finds in the cubin."""
+def read(
+    name: str, capability: int, cubin: bytes, shared: int, function: str | None = None
+) -> Compiled:
+    """What cuobjdump finds in a cubin.
+
+    Args:
+        shared: bytes of dynamic shared memory.
+        function: the kernel; None: the only one.
+    """
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    only = [] if function is None else ["--function", function]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(built.asm["cubin"])
+        file.write(cubin)
         file.flush()
         usage, sass = (
             subprocess.run([tool, *what, file.name], capture_output=True, text=True, check=True)
-            for what in (["--dump-resource-usage"], ["--dump-sass"])
+            for what in (["--dump-resource-usage"], ["--dump-sass", *only])
         )
-    figures = dict(re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", usage.stdout))
+    about = usage.stdout[usage.stdout.index(f"Function {function or ''}") :]
+    figures = dict(re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", about.split("Function")[1]))
     count = lambda word: len(re.findall(rf"\b{word}\b", sass.stdout))  # noqa: E731
     return Compiled(
         name,
@@ -131,19 +141,29 @@ def read(name: str, capability: int, built: Any) -> Compiled:
         int(figures["REG"]),
         int(figures["STACK"]) + int(figures["LOCAL"]),
         count("LDL") + count("STL"),
-        int(figures["SHARED"]) + int(built.metadata.shared),
+        int(figures["SHARED"]) + shared,
         {word: count(word) for word in ("HMMA", "HGMMA")},
     )
 
 
-def compiled(
-    capability: int, configs: list[str] | None = None, merges: tuple[int, ...] = (2, 64)
-) -> Iterator[Compiled]:
-    """Every config, as a split and as a whole call, and the merge of few and most splits."""
-    kernels = load("ops.sm120_sparse_mla")
+def compiled(capability: int, configs: list[str] | None = None) -> Iterator[Compiled]:
+    """Every config and what merges its splits; Triton's as a split and as a whole call."""
     table = load("ops.sm120_sparse_mla_plan").CONFIGS
-    for name in table if configs is None else configs:
-        config = table[name]
+    names = list(table) if configs is None else configs
+    if cuda := [name for name in names if table[name].function]:
+        host = load("ops.sm120_sparse_mla_cuda")
+        cubin = host.build(divmod(capability, 10))
+        for name in cuda:
+            config = table[name]
+            yield read(name, capability, cubin, config.shared, config.function)
+        yield read("CUDA, merge", capability, cubin, host.MERGE_SHARED, host.MERGE)
+    if triton := [name for name in names if not table[name].function]:
+        yield from _triton(capability, {name: table[name] for name in triton})
+
+
+def _triton(capability: int, configs: dict[str, Any]) -> Iterator[Compiled]:
+    kernels = load("ops.sm120_sparse_mla_triton")
+    for name, config in configs.items():
         for split in (False, True):
             constants = {
                 "HAS_SWA_LENS": True,
@@ -160,8 +180,9 @@ def compiled(
             }
             made = constants, capability, config.warps, config.stages, config.registers
             built = build(kernels._candidates_kernel, *made)
-            yield read(name + (", split" if split else ""), capability, built)
-    for splits in merges:
+            shown = name + (", split" if split else "")
+            yield read(shown, capability, built.asm["cubin"], int(built.metadata.shared))
+    for splits in (2, 64):
         constants = {
             "HAS_SINKS": True,
             "HAS_LSE": True,
@@ -170,7 +191,8 @@ def compiled(
             "EMULATED": False,
         }
         built = build(kernels._merge_kernel, constants, capability, 4)
-        yield read(f"merge of {splits}", capability, built)
+        shown = f"Triton, merge of {splits}"
+        yield read(shown, capability, built.asm["cubin"], int(built.metadata.shared))
 
 
 def main() -> None:

@@ -2,8 +2,8 @@
 """[Attention] DeepSeek-V4.1: the fork's sparse-MLA kernel, where FlashInfer has none on SM12x
 
 Why: FlashInfer 0.6.18 and 0.7.0 refuse widths, pages and head counts on SM120, in the
-    middle of serving: on 0.30 every image (width 1152). A Triton kernel takes any page,
-    width and up to 128 heads; a refused shape is a slower step then, not a dead engine.
+    middle of serving: on 0.30 every image (width 1152). A kernel of the fork's takes any
+    page, width and up to 128 heads: a refused shape is no dead engine then.
     VLLM_SM120_SPARSE_MLA=auto takes FlashInfer wherever its own rules have a kernel, and
     says each decision once in the log; flashinfer and fork take one alone. With fork the
     SM120 attention class needs no FlashInfer and runs on other GPUs, for tests.
@@ -30,7 +30,10 @@ _NVIDIA = "vllm/models/deepseek_v41/nvidia"
 MODULES = (
     f"{_NVIDIA}/sm120_sparse_mla_route.py",
     f"{_NVIDIA}/ops/sm120_sparse_mla.py",
+    f"{_NVIDIA}/ops/sm120_sparse_mla.cu",
+    f"{_NVIDIA}/ops/sm120_sparse_mla_cuda.py",
     f"{_NVIDIA}/ops/sm120_sparse_mla_plan.py",
+    f"{_NVIDIA}/ops/sm120_sparse_mla_triton.py",
 )
 
 _FILE = f"{_NVIDIA}/flashinfer_sparse.py"

@@ -171,10 +171,10 @@ def test_a_graph_sees_what_changed_since_its_capture(tokens):
     out = torch.empty_like(first.q)
     _call(first, out)  # compiles, and allocates the workspace
     graph = torch.cuda.CUDAGraph()
-    before = torch.cuda.memory_allocated()
     with torch.cuda.graph(graph):
+        before = torch.cuda.memory_allocated()
         _call(first, out)
-    assert torch.cuda.memory_allocated() == before
+        assert torch.cuda.memory_allocated() == before
     for into, new in (
         (first.q, second.q),
         (first.sinks, second.sinks),

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sparse-MLA kernel in Triton's interpreter, in a process of its own: whether Triton
-interprets is settled when it is imported. Level of evidence: *emulated*."""
+"""The sparse-MLA kernels on a CPU: Triton's in its interpreter, in a process of its own,
+since whether Triton interprets is settled when it is imported; the CUDA one compiled for the
+CPU. Level of evidence: *emulated*."""
 
+import ctypes
+import functools
 import os
+import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 
 
 class Child:
@@ -45,6 +50,76 @@ def _modules():
     )
 
 
+class OnCpu:
+    """The CUDA kernels, compiled for the CPU, in place of ``sm120_sparse_mla_cuda.Kernels``.
+
+    Args:
+        seed: of the order in which warps and lanes take turns.
+        text: another source than sm120_sparse_mla.cu's.
+    """
+
+    def __init__(self, seed=0, text=None):
+        self.seed = seed
+        self.library = library(text)
+
+    def launch(self, planned, call, tokens, heads):
+        import sm120_fake_device as fake
+
+        host = fake.load("ops.sm120_sparse_mla_cuda")
+        cut, packed = planned.config, host.CALL.pack(*call)
+        self._run(
+            *(cut.function, planned.splits * planned.head_blocks, tokens),
+            *(host.THREADS, cut.shared, packed),
+        )
+        if planned.splits > 1:
+            self._run(host.MERGE, heads, tokens, host.MERGE_THREADS, host.MERGE_SHARED, packed)
+
+    def _run(self, name, x, y, threads, shared, packed):
+        error = self.library.run(name.encode(), x, y, threads, shared, self.seed, packed)
+        if error:
+            raise AssertionError(f"{name}: {error.decode()}")
+
+
+@functools.cache
+def library(text=None):
+    """sm120_sparse_mla.cu for the CPU, or another source's text."""
+    import sm120_cuda_on_cpu
+    import sm120_fake_device as fake
+
+    if text is None:
+        text = fake.load("ops.sm120_sparse_mla_cuda").SOURCE.read_text()
+    with tempfile.TemporaryDirectory() as folder:
+        built = sm120_cuda_on_cpu.build(text + _DRIVER, Path(folder))
+    built.run.argtypes = [ctypes.c_char_p, *[ctypes.c_uint] * 3, ctypes.c_size_t]
+    built.run.argtypes += [ctypes.c_uint, ctypes.c_char_p]
+    built.run.restype = ctypes.c_char_p
+    return built
+
+
+_DRIVER = """
+#include <cstring>
+
+extern "C" unsigned long sizeof_call() { return sizeof(Call); }
+
+extern "C" unsigned long shared_bytes(int heads) {
+  return heads == 16 ? Layout<1>::bytes : Layout<2>::bytes;
+}
+
+extern "C" const char* run(const char* name, unsigned x, unsigned y, unsigned threads,
+                           unsigned long shared, unsigned seed, const void* bytes) {
+  static std::string error;
+  Call call;
+  std::memcpy(&call, bytes, sizeof call);
+  const std::string which = name;
+  void (*kernel)(const Call) = which == "candidates_16"   ? candidates_16
+                               : which == "candidates_32" ? candidates_32
+                                                          : merge_splits;
+  error = run_grid(x, y, threads, shared, seed, [&] { kernel(call); });
+  return error.c_str();
+}
+"""
+
+
 def spread(segment, page, stride):
     """A segment whose pages lie ``stride`` bytes apart in memory of its own."""
     import dataclasses
@@ -59,7 +134,16 @@ def spread(segment, page, stride):
 
 
 def measure(
-    shape, seed=0, config=None, stride=0, sinks=None, lens=True, twice=False, loud=1.0, sms=4
+    shape,
+    seed=0,
+    config=None,
+    stride=0,
+    sinks=None,
+    lens=True,
+    twice=False,
+    loud=1.0,
+    sms=4,
+    cuda=False,
 ):
     """One call against the float64 reference.
 
@@ -72,6 +156,7 @@ def measure(
         twice: whether it is made twice, and must give the same bits.
         loud: factor of the query: 8 makes one candidate outweigh all others.
         sms: of the GPU that the call is planned for.
+        cuda: whether the CUDA kernel may serve.
 
     Returns:
         ``whole``: the relative norm of everything; ``worst``: of the worst row; ``lse``:
@@ -104,9 +189,11 @@ def measure(
     tile = None if config is None else planning.CONFIGS[config]
     ops._gpus[q.device] = gpu = planning.Gpu(sms, 100 << 10)
     ops._workspaces.clear()
+    cuda = cuda and (tile is None or tile.function is not None)
+    ops._cuda_kernels = lambda device, config: OnCpu(seed) if cuda else None
     width = window.indices.shape[1]
     splits = planning.plan(
-        tokens, heads, width, extra.indices.shape[1] if extra else 0, gpu, tile
+        tokens, heads, width, extra.indices.shape[1] if extra else 0, gpu, tile, cuda
     ).splits
     # NaN wherever nothing was written; the workspace, too.
     ops.default_workspace(q.device).fill_(torch.nan)
@@ -142,7 +229,7 @@ def refused(change):
     cases, _, packed, ops, planning = _modules()
     # Enough for splits, whatever was measured before: without them no workspace is needed.
     case = cases.random_case(cases.AttentionShape(2, 4, 8, 4, context=8), 0, "cpu")
-    ops._gpus[case.q.device] = planning.Gpu(4, 100 << 10)
+    ops._gpus[case.q.device] = planning.Gpu(132, 100 << 10)
     window = case.window
     args = {
         "q": case.q,

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sparse-MLA kernel in Triton's interpreter against the float64 reference, how calls are
-cut into programs, and what the compiler says for sm_120a.
+"""Both sparse-MLA kernels on a CPU against the float64 reference, how calls are cut into
+programs, and what the compilers say for sm_120a.
 
 Levels of evidence: *emulated*, and *compiled*. tests/kernels has the large shapes, on a GPU.
 """
 
+import functools
+import itertools
 import sys
 from pathlib import Path
 
@@ -18,6 +20,7 @@ pytest.importorskip("triton")
 if str(Path(__file__).parent) not in sys.path:  # the child process imports it, too
     sys.path.append(str(Path(__file__).parent))
 
+import sm120_cuda_on_cpu  # noqa: E402
 import sm120_emulated_sparse_mla as emulated  # noqa: E402
 import sm120_fake_device as fake  # noqa: E402
 
@@ -25,6 +28,7 @@ from benchmarks import sparse_mla_compile  # noqa: E402
 
 planning = fake.load("ops.sm120_sparse_mla_plan")
 cases = fake.load("sm120_device_cases")
+host = fake.load("ops.sm120_sparse_mla_cuda")
 BF16_BOUND = fake.kernels.BF16_BOUND.value
 
 # Of everything together: probabilities and output round to bf16, about 2e-3.
@@ -35,10 +39,25 @@ SPARK = planning.Gpu(48, 100 << 10)
 H200 = planning.Gpu(132, 228 << 10)
 
 
+needs_compiler = pytest.mark.skipif(
+    sm120_cuda_on_cpu.compiler() is None,
+    reason="no C++ compiler: the CUDA kernel's logic is unproven in this run",
+)
+
+
 @pytest.fixture(scope="module")
 def child():
     with emulated.Child() as made:
         yield made
+
+
+@pytest.fixture(params=["cuda", "triton"])
+def measure(request, child):
+    """``emulated.measure`` with one kernel or the other."""
+    cuda = request.param == "cuda"
+    if cuda and sm120_cuda_on_cpu.compiler() is None:
+        pytest.skip("no C++ compiler: the CUDA kernel's logic is unproven in this run")
+    return functools.partial(child.measure, cuda=cuda)
 
 
 def right(found):
@@ -80,44 +99,47 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("what", SHAPES, ids=lambda s: str(cases.AttentionShape(**s)))
-def test_shapes(child, what):
-    right(child.measure(shape=what))
+def test_shapes(measure, what):
+    right(measure(shape=what))
 
 
-def _chosen():
-    """The configs that ``choose`` gives on an SM12x GPU, at some call."""
-    calls = [(1, 16), (8, 16), (64, 16), (4096, 16), (1, 64), (64, 64), (4096, 128)]
-    return list(dict.fromkeys(planning.choose(*call, RTX_PRO_6000) for call in calls))
+@pytest.mark.parametrize("config", planning.CONFIGS)
+def test_every_config(child, config):
+    cuda = planning.CONFIGS[config].function is not None
+    if cuda and sm120_cuda_on_cpu.compiler() is None:
+        pytest.skip("no C++ compiler")
+    what = shape(2, 20, 70, 64, 35, 32)
+    found = right(child.measure(shape=what, config=config, sms=1, cuda=cuda))
+    assert found["splits"] == 1
+    right(child.measure(shape=what, config=config, sms=6, cuda=cuda))
 
 
 @pytest.mark.parametrize(
-    "config",
+    "config, sms, splits",
     [
-        pytest.param(name, marks=() if name in _chosen() else pytest.mark.slow)
-        for name in planning.CONFIGS
+        ("Triton, 16 heads, 16 records", 1, 1),
+        ("Triton, 16 heads, 16 records", 12, 6),
+        ("Triton, 16 heads, 16 records", 24, 12),
+        ("CUDA, 16 heads", 1, 1),
+        ("CUDA, 16 heads", 6, 3),
+        ("CUDA, 16 heads", 12, 6),
     ],
 )
-def test_every_config(child, config):
-    what = shape(2, 20, 70, 64, 35, 32)
-    found = right(child.measure(shape=what, config=config, sms=1))
-    assert found["splits"] == 1
-    right(child.measure(shape=what, config=config, sms=6))
-
-
-@pytest.mark.parametrize("sms, splits", [(1, 1), (5, 4), (12, 12)])
-def test_splits_change_nothing_and_the_sink_counts_once(child, sms, splits):
-    config = "16 heads, 16 records, 8 warps"  # two programs on a multiprocessor
+def test_splits_change_nothing_and_the_sink_counts_once(child, config, sms, splits):
+    cuda = planning.CONFIGS[config].function is not None
+    if cuda and sm120_cuda_on_cpu.compiler() is None:
+        pytest.skip("no C++ compiler")
     what = shape(2, 8, 128, 64, 64, 64)
-    found = child.measure(shape=what, config=config, sms=sms, twice=True)
-    assert right(found)["splits"] == splits  # of 12 steps
+    found = child.measure(shape=what, config=config, sms=sms, twice=True, cuda=cuda)
+    assert right(found)["splits"] == splits
 
 
 @pytest.mark.parametrize("kind", cases.ROW_KINDS)
-def test_kinds_of_rows(child, kind):
+def test_kinds_of_rows(measure, kind):
     """Holes, length 0, all invalid, one candidate, one cache alone: alone and split."""
     for sms in (1, 6):
         what = shape(2, 4, 70, 32, 40, 64, rows=(kind,))
-        found = right(child.measure(shape=what, sms=sms))
+        found = right(measure(shape=what, sms=sms))
         if kind in ("empty", "invalid"):
             assert found["zeros"] == found["invalid"] == 8  # exact, whatever the sink
         else:
@@ -125,45 +147,45 @@ def test_kinds_of_rows(child, kind):
 
 
 @pytest.mark.parametrize("sink", [float("-inf"), -50.0, 0.0, 30.0, float("inf")])
-def test_sinks(child, sink):
+def test_sinks(measure, sink):
     for sms in (1, 6):
-        found = child.measure(shape=shape(2, 4, 40, 32, 20, 64), sinks=sink, sms=sms)
+        found = measure(shape=shape(2, 4, 40, 32, 20, 64), sinks=sink, sms=sms)
         if sink == float("inf"):  # it takes everything
             assert found["zeros"] == 8 and found["worst"] == 0
         else:
             right(found)
 
 
-def test_no_sinks_and_no_lengths(child):
-    right(child.measure(shape=shape(2, 4, 40, 32, 20, 64, sinks=False)))
+def test_no_sinks_and_no_lengths(measure):
+    right(measure(shape=shape(2, 4, 40, 32, 20, 64, sinks=False)))
     every = shape(2, 4, 40, 32, 20, 64, rows=("full", "holes"))
-    right(child.measure(shape=every, lens=False))
+    right(measure(shape=every, lens=False))
 
 
-def test_a_candidate_that_outweighs_all_others(child):
-    right(child.measure(shape=shape(3, 4, 40, 32, 20, 64), loud=16.0))
+def test_a_candidate_that_outweighs_all_others(measure):
+    right(measure(shape=shape(3, 4, 40, 32, 20, 64), loud=16.0))
 
 
 @pytest.mark.parametrize("page, stride", [(64, 138240), (64, 414720), (32, 19008), (2, 5760)])
-def test_pages_apart(child, page, stride):
+def test_pages_apart(measure, page, stride):
     what = shape(4, 8, 64, page, 64, page, stride=stride, extra_stride=stride, context=64)
-    right(child.measure(shape=what))
+    right(measure(shape=what))
 
 
 @pytest.mark.parametrize("page, stride", [(1, 584), (3, 1752), (64, 37378), (1, 586)])
-def test_pages_at_any_even_address(child, page, stride):
+def test_pages_at_any_even_address(measure, page, stride):
     """No multiple of 16: slower reads, the same values."""
-    right(child.measure(shape=shape(2, 4, 20, page, 10, page, context=page * 8), stride=stride))
+    right(measure(shape=shape(2, 4, 20, page, 10, page, context=page * 8), stride=stride))
 
 
-def test_addresses_past_4_gib(child):
+def test_addresses_past_4_gib(measure):
     """Four pages 1.5 GB apart; memory that nobody touches is not taken."""
     what = shape(2, 4, 20, 8, 10, 8, context=32)
-    right(child.measure(shape=what, stride=3 << 29))
+    right(measure(shape=what, stride=3 << 29))
 
 
 @settings(
-    deadline=None, max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     tokens=st.integers(1, 9),
@@ -175,9 +197,9 @@ def test_addresses_past_4_gib(child):
     sms=st.sampled_from([1, 4, 16]),
     seed=st.integers(0, 1000),
 )
-def test_any_shape(child, tokens, heads, width, page, extra, extra_page, sms, seed):
+def test_any_shape(measure, tokens, heads, width, page, extra, extra_page, sms, seed):
     what = shape(tokens, heads, width, page, extra, extra_page if extra else 0)
-    right(child.measure(shape=what, seed=seed, sms=sms))
+    right(measure(shape=what, seed=seed, sms=sms))
 
 
 REFUSED = {
@@ -213,10 +235,13 @@ def test_wrong_arguments_are_refused(child, change, said):
     extra=st.integers(0, 4096),
     gpu=st.sampled_from([RTX_PRO_6000, SPARK, H200, planning.Gpu(1, 100 << 10)]),
     name=st.sampled_from([None, *planning.CONFIGS]),
+    cuda=st.booleans(),
 )
-def test_plans(tokens, heads, width, extra, gpu, name):
+def test_plans(tokens, heads, width, extra, gpu, name, cuda):
     config = None if name is None else planning.CONFIGS[name]
-    made = planning.plan(tokens, heads, width, extra, gpu, config)
+    made = planning.plan(tokens, heads, width, extra, gpu, config, cuda)
+    if name is None:
+        assert (made.config.function is not None) == cuda
     assert made.head_blocks * made.config.heads >= heads
     assert 1 <= made.splits <= planning.MAX_SPLITS
     steps = -(-width // made.config.candidates) - (-extra // made.config.candidates)
@@ -243,12 +268,113 @@ def test_configs_fit_an_sm12x_multiprocessor(config):
     assert config.programs(SPARK) >= 1
 
 
-# --- the compiler's report ----------------------------------------------------------
+@pytest.mark.parametrize("page", [1, 2, 3, 64, 100, 640, 65537, (1 << 30) + 1])
+def test_division_is_exact(page):
+    magic, shift = host.division(page)
+    assert magic < 1 << 32
+    edges = [n * page + d for n in (0, 1, 2, 1000, (1 << 31) // page) for d in (-1, 0, 1)]
+    for slot in [*edges, (1 << 31) - 1]:
+        if 0 <= slot < 1 << 31:
+            assert slot * magic >> shift == slot // page
+
+
+# --- the CUDA source ------------------------------------------------------------------
+
+
+@needs_compiler
+def test_the_source_and_its_host_agree():
+    library = emulated.library()
+    assert library.sizeof_call() == host.CALL.size
+    for config in planning.CONFIGS.values():
+        if config.function:
+            assert library.shared_bytes(config.heads) == config.shared
+
+
+@needs_compiler
+def test_every_value_of_a_record_is_exact():
+    """One candidate's weight is 1, so the output is its record: every e4m3 byte with scales
+    from the smallest to the largest that leave bf16's range alone."""
+    packed = fake.load("sm120_packed_cache")
+    codes = torch.tensor([c for c in range(256) if c & 0x7F != 0x7F], dtype=torch.uint8)
+    scales = [0, 1, 20, 100, 119, 120, 127, 134, 135, 200, 240]
+    cache = torch.zeros(len(scales), packed.record_page_bytes(1), dtype=torch.uint8)
+    for row, scale in enumerate(scales):
+        cache[row, :448] = codes.roll(64 * row).repeat(2)[:448]
+        cache[row, 448:576] = torch.arange(64).bfloat16().view(torch.uint8)
+        cache[row, 576:583] = scale
+    q = torch.zeros(len(scales), 3, 512, dtype=torch.bfloat16)
+    out = torch.full_like(q, torch.nan)
+    slots = torch.arange(len(scales), dtype=torch.int32).unsqueeze(1)
+    made = planning.plan(len(scales), 3, 1, 0, SPARK, None, True)
+    call = (q, packed.record_view(cache, 1), slots, None, None, 1.0, out)
+    call = host.pack(made, *call, *[None] * 5)
+    emulated.OnCpu().launch(made, call, len(scales), 3)
+    want = packed.unpack_records(cache, 1, slots[:, 0]).bfloat16()
+    assert torch.equal(out, want.unsqueeze(1).expand_as(out))
+
+
+# What makes the kernel wrong, in one way each: (text, which of its places, replacement).
+FAULTS = {
+    "a step's copies are not waited for": ("copy_wait<0>();", 0, ""),
+    "other lanes' scales are not waited for": ("    sync_warp();", 0, ""),
+    "logits are added up too early": ("    sync_block();", 0, ""),
+    "weights are read too early": ("    sync_block();", 1, ""),
+    "factors are read too early": ("  sync_block();\n\n#pragma unroll\n  for", 0, "for"),
+    "splits are added up too early": ("  sync_block();\n  if (group > 0) return;", 0, ""),
+    "pairs are swapped": ("0x7632", 1, "0x5410"),
+    "one record for the next": ("i64(row) * DATA_BYTES", 0, "i64(row + 1) * DATA_BYTES"),
+    "one scale for the next": ("warp % 4 * 8", 0, "(warp + 1) % 4 * 8"),
+    "a length is one short": ("column < length)", 0, "column < length - 1)"),
+    "the sum is not rescaled": ("total[tile] * shrink", 0, "total[tile]"),
+    "the output is not rescaled": ("[n % 2][0] *= upper", 0, "[n % 2][0] *= 1"),
+}
+
+
+def _worst(text):
+    """The worst row over three orders of warps and lanes, or inf for the emulator's error."""
+    case = cases.random_case(cases.AttentionShape(**shape(9, 20, 100, 64, 70, 32)), 3, "cpu")
+    packed, reference = fake.load("sm120_packed_cache"), fake.load("sm120_reference")
+    want, _ = reference.sparse_mla(case.q, case.window, case.compressed, case.sinks, case.scale)
+    worst = 0.0
+    for seed, gpu in itertools.product((0, 1, 5), (planning.Gpu(1, 100 << 10), RTX_PRO_6000)):
+        made = planning.plan(9, 20, 100, 70, gpu, None, True)
+        out = torch.full_like(case.q, torch.nan)
+        parts = torch.full((planning.largest_workspace_floats(gpu),), torch.nan)
+        call = host.pack(
+            *(made, case.q),
+            *(packed.record_view(case.window.cache, 64), case.window.indices),
+            *(case.window.lengths, case.sinks, case.scale * 1.4426950408889634, out),
+            *(packed.record_view(case.compressed.cache, 32), case.compressed.indices),
+            *(case.compressed.lengths, None, parts),
+        )
+        try:
+            emulated.OnCpu(seed, text).launch(made, call, 9, 20)
+        except AssertionError:
+            return float("inf")
+        found = reference.relative_norm(out, want)
+        worst = max(worst, found if found == found else float("inf"))
+    return worst
+
+
+@needs_compiler
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_the_source_is_found(fault):
+    source = host.SOURCE.read_text()
+    text, place, instead = FAULTS[fault]
+    parts = source.split(text)
+    assert len(parts) > place + 1
+    broken = text.join(parts[: place + 1]) + instead + text.join(parts[place + 1 :])
+    assert _worst(source) <= BF16_BOUND < _worst(broken)
+
+
+# --- the compilers' reports ---------------------------------------------------------
 
 
 def _fit(capability, configs):
     found = list(sparse_mla_compile.compiled(capability, configs))
-    assert len(found) == 2 * len(configs) + 2
+    cuda = [name for name in configs if planning.CONFIGS[name].function]
+    triton = len(configs) - len(cuda)
+    assert len(found) == len(cuda) + bool(cuda) + 2 * triton + 2 * bool(triton)
     for one in found:
         assert one.fits, one
         assert one.matrix["HGMMA"] == 0  # the same instructions on both
@@ -261,10 +387,21 @@ def _fit(capability, configs):
 
 
 def test_compiles_for_sm_120a_without_spills():
-    _fit(120, _chosen())
+    pytest.importorskip("cuda.bindings.nvrtc")
+    _fit(120, [name for name in planning.CONFIGS if planning.CONFIGS[name].function])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", sparse_mla_compile.CAPABILITIES)
 def test_every_config_compiles_without_spills(capability):
+    pytest.importorskip("cuda.bindings.nvrtc")
     _fit(capability, list(planning.CONFIGS))
+
+
+def test_a_source_that_does_not_compile_is_said(monkeypatch, tmp_path):
+    pytest.importorskip("cuda.bindings.nvrtc")
+    broken = tmp_path / "broken.cu"
+    broken.write_text("KERNEL(32, 1) nothing() {}")
+    monkeypatch.setattr(host, "SOURCE", broken)
+    with pytest.raises(RuntimeError, match=r"NVRTC refuses broken.cu for 12.0: .*error"):
+        host.build((12, 0))

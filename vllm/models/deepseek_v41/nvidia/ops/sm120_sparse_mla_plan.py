@@ -5,6 +5,7 @@ Pure Python: planning a call needs no GPU. What is tuned on one is ``CONFIGS`` a
 ``choose``; the kernel's logic does not change.
 """
 
+import functools
 from dataclasses import dataclass
 
 # Values of a record, and of a head.
@@ -19,6 +20,13 @@ MAX_TOKENS = 65535
 # Most parts that a token's candidates are cut into: the merge holds all of them at
 # once, in registers.
 MAX_SPLITS = 64
+
+# What a step takes where two programs share a multiprocessor, and what writing and
+# merging one part of 16 heads takes, both in steps of a program alone, of about 2.1 us:
+# measured on an H200.
+SHARED_STEP = 1.25
+PART = 0.014
+H200_SMS = 132
 
 # 32-bit registers of a multiprocessor, and its warp (CUDA, every compute capability
 # from 8.0 to 12.1).
@@ -50,21 +58,23 @@ class Config:
         heads: query heads of a program, which share each gathered record. 16 fill a
             tensor-core instruction.
         candidates: records of a step.
-        warps: warps of a program. The eight slices of a record are dealt to them.
-        ahead: whether a step's records are read, into registers, while the step
-            before is computed.
-        stages: Triton's own pipeline, through shared memory; 1: none.
+        stages: steps under way at once, through shared memory; 1: none is.
         registers: a thread's, at most: the compiler is held to it.
         shared: bytes of shared memory.
+        function: of sm120_sparse_mla.cu; None: Triton's kernel.
+        ahead: of Triton's: whether a step's records are read, into registers, while the
+            step before is computed.
+        warps: warps of a program. The eight slices of a record are dealt to them.
     """
 
     heads: int
     candidates: int
-    warps: int
-    ahead: bool
     stages: int
     registers: int
     shared: int
+    function: str | None = None
+    ahead: bool = False
+    warps: int = 8
 
     def programs(self, gpu: Gpu) -> int:
         """Programs that one multiprocessor holds at once."""
@@ -74,36 +84,43 @@ class Config:
         return max(1, min(by_registers, by_shared))
 
 
+def _cuda(function: str, heads: int, registers: int) -> Config:
+    """A config of sm120_sparse_mla.cu, with the shared memory of its ``Layout``."""
+    step, stages = 32, 2
+    copies = stages * step * (576 + 8 * 4)
+    logits = 8 * heads * step * 4 if heads > 16 else 0
+    weights = heads * (step + 8) * 2 + 2 * heads * 4
+    return Config(heads, step, stages, registers, copies + logits + weights, function)
+
+
 _KIB = 1024
 
 # `python -m benchmarks.sparse_mla_compile` shows each one's shared memory and that none
 # spills; tests hold it to that. 99 KiB is what a block of SM12x may have.
 CONFIGS = {
-    "16 heads, 16 records, 8 warps": Config(16, 16, 8, False, 1, 128, 48 * _KIB),
-    "16 heads, 16 records, 8 warps, ahead": Config(16, 16, 8, True, 1, 128, 48 * _KIB),
-    "16 heads, 16 records, 8 warps, 3 stages": Config(
-        16, 16, 8, False, 3, 128, 59 * _KIB
+    "CUDA, 16 heads": _cuda("candidates_16", 16, 128),
+    "CUDA, 32 heads": _cuda("candidates_32", 32, 255),
+    "Triton, 16 heads, 16 records": Config(16, 16, 1, 128, 48 * _KIB),
+    "Triton, 16 heads, 16 records, ahead": Config(
+        16, 16, 1, 128, 48 * _KIB, ahead=True
     ),
-    "16 heads, 32 records, 8 warps": Config(16, 32, 8, False, 1, 255, 80 * _KIB),
-    "16 heads, 32 records, 8 warps, ahead": Config(16, 32, 8, True, 1, 255, 80 * _KIB),
-    "32 heads, 16 records, 8 warps": Config(32, 16, 8, False, 1, 255, 64 * _KIB),
-    "32 heads, 16 records, 8 warps, ahead": Config(32, 16, 8, True, 1, 255, 64 * _KIB),
-    "32 heads, 16 records, 8 warps, 3 stages": Config(
-        32, 16, 8, False, 3, 255, 75 * _KIB
+    "Triton, 32 heads, 32 records, ahead": Config(
+        32, 32, 1, 255, 96 * _KIB, ahead=True
     ),
-    "32 heads, 32 records, 8 warps": Config(32, 32, 8, False, 1, 255, 96 * _KIB),
-    "32 heads, 32 records, 8 warps, ahead": Config(32, 32, 8, True, 1, 255, 96 * _KIB),
 }
 
 
-def choose(tokens: int, heads: int, gpu: Gpu) -> str:
-    """The name of the config for a call. Not tuned on a GPU yet."""
+def choose(tokens: int, heads: int, gpu: Gpu, cuda: bool) -> str:
+    """The name of the config for a call, as tuned on an H200 (benchmarks/NOTES.md)."""
+    if cuda:
+        # 32 heads share each record, where that leaves work for every multiprocessor.
+        wide = heads > 16 and tokens * -(-heads // 16) > gpu.sms
+        return "CUDA, 32 heads" if wide else "CUDA, 16 heads"
     if heads > 16:
-        return "32 heads, 16 records, 8 warps, ahead"
-    # Where tokens are few, each step's latency counts: the smallest step.
-    if tokens * 8 <= gpu.sms:
-        return "16 heads, 16 records, 8 warps"
-    return "16 heads, 16 records, 8 warps, ahead"
+        return "Triton, 32 heads, 32 records, ahead"
+    # Where tokens are few, each step's latency counts.
+    few = tokens * 8 <= gpu.sms
+    return "Triton, 16 heads, 16 records" + ("" if few else ", ahead")
 
 
 @dataclass(frozen=True)
@@ -121,6 +138,7 @@ class Plan:
     splits: int
 
 
+@functools.lru_cache(4096)
 def plan(
     tokens: int,
     heads: int,
@@ -128,6 +146,7 @@ def plan(
     extra_width: int,
     gpu: Gpu,
     config: Config | None = None,
+    cuda: bool = False,
 ) -> Plan:
     """Cuts a call into programs: as many as the GPU holds at once, no more.
 
@@ -136,16 +155,31 @@ def plan(
         width, extra_width: columns of the two index tables.
         gpu: where it runs.
         config: None: ``choose``.
+        cuda: whether the CUDA kernel may serve it.
     """
     if config is None:
-        config = CONFIGS[choose(tokens, heads, gpu)]
+        config = CONFIGS[choose(tokens, heads, gpu, cuda)]
     head_blocks = -(-heads // config.heads)
     steps = -(-width // config.candidates) - (-extra_width // config.candidates)
-    room = gpu.sms * config.programs(gpu) // max(1, tokens * head_blocks)
-    splits = max(1, min(steps, room, MAX_SPLITS))
+    blocks = max(1, tokens * head_blocks)
+    most = max(1, min(steps, gpu.sms * config.programs(gpu) // blocks, MAX_SPLITS))
     # No more splits than finish at the same step.
-    splits = -(-steps // -(-steps // splits)) if steps else 1
+    useful = {-(-steps // each) for each in range(1, steps + 1)} or {1}
+    splits = min(
+        (s for s in useful if s <= most),
+        key=lambda s: (_time(s, steps, blocks, config, gpu), s),
+    )
     return Plan(config, head_blocks, splits)
+
+
+def _time(splits: int, steps: int, blocks: int, config: Config, gpu: Gpu) -> float:
+    """What a number of splits costs, in steps of a program that has its multiprocessor
+    for itself. Its two weights fit what an H200 takes (benchmarks/NOTES.md)."""
+    shared = blocks * splits > gpu.sms
+    taken = -(-steps // splits) * (SHARED_STEP if shared else 1.0)
+    if splits > 1:
+        taken += blocks * splits * config.heads / 16 * PART * H200_SMS / gpu.sms
+    return taken
 
 
 def workspace_floats(tokens: int, heads: int, splits: int) -> int:

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""sm120_sparse_mla.cu: built by NVRTC when first used, and launched.
+
+NVRTC comes with PyTorch, so neither nvcc nor a C++ compiler is needed; building takes
+about a second a process. Called through ``sm120_sparse_mla.sparse_mla``, which takes
+Triton's kernel where this one cannot be built.
+"""
+
+import ctypes
+import functools
+import logging
+import struct
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .sm120_sparse_mla_plan import CONFIGS, Plan
+
+logger = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("sm120_sparse_mla.cu")
+
+# mul.bf16x2 and griddepcontrol need it (PTX ISA).
+MINIMUM_CAPABILITY = (9, 0)
+
+# The source's ``Call``: two segments, pointers, strides, scale, counts.
+CALL = struct.Struct("<" + "3Q2qi3I" * 2 + "5Q4qf3i")
+
+_NO_SEGMENT = (0, 0, 0, 0, 0, 0, 1, 0, 0)
+
+THREADS = 256
+MERGE = "merge_splits"
+MERGE_THREADS = 512
+MERGE_SHARED = 3 * 128 * 16
+
+
+def build(capability: tuple[int, int]) -> bytes:
+    """The source compiled for a GPU, as a cubin. Needs no GPU.
+
+    Raises:
+        RuntimeError: NVRTC is missing or refuses; the text holds its log.
+    """
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError as error:
+        raise RuntimeError(f"no cuda-bindings: {error}") from error
+    try:
+        made, program = nvrtc.nvrtcCreateProgram(
+            SOURCE.read_bytes(), SOURCE.name.encode(), 0, [], []
+        )
+    except RuntimeError as error:  # the library is not found
+        raise RuntimeError(f"no NVRTC: {error}") from error
+    _checked("nvrtcCreateProgram", made)
+    major, minor = capability
+    options = [f"--gpu-architecture=sm_{major}{minor}a".encode(), b"-std=c++17"]
+    options.append(b"-default-device")
+    try:
+        (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        if int(result):
+            log = b" " * nvrtc.nvrtcGetProgramLogSize(program)[1]
+            nvrtc.nvrtcGetProgramLog(program, log)
+            text = log.decode(errors="replace").strip(" \0\n")
+            raise RuntimeError(
+                f"NVRTC refuses {SOURCE.name} for {major}.{minor}: {text}"
+            )
+        cubin = b" " * nvrtc.nvrtcGetCUBINSize(program)[1]
+        _checked("nvrtcGetCUBIN", *nvrtc.nvrtcGetCUBIN(program, cubin))
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    return cubin
+
+
+def _checked(name: str, result: Any, *rest: Any) -> Any:
+    if int(result):
+        raise RuntimeError(f"{name}: {result.name}")
+    return rest[0] if len(rest) == 1 else rest
+
+
+class Kernels:
+    """The kernels, loaded for one device.
+
+    Args:
+        index: the CUDA device, whose context PyTorch has made.
+
+    Raises:
+        RuntimeError: they cannot be built or loaded.
+    """
+
+    def __init__(self, index: int) -> None:
+        from cuda.bindings import driver
+
+        self._driver = driver
+        self._index = index
+        with torch.cuda.device(index):
+            cubin = build(torch.cuda.get_device_capability(index))
+            loaded = driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0)
+            library = _checked("cuLibraryLoadData", *loaded)
+            attributes = driver.CUfunction_attribute
+            most = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            self._functions = {}
+            for name, shared in (
+                *((c.function, c.shared) for c in CONFIGS.values() if c.function),
+                (MERGE, 0),
+            ):
+                kernel = _checked(
+                    name, *driver.cuLibraryGetKernel(library, name.encode())
+                )
+                function = _checked(name, *driver.cuKernelGetFunction(kernel))
+                if shared:
+                    _checked(name, *driver.cuFuncSetAttribute(function, most, shared))
+                self._functions[name] = function
+        self._library = library
+        self._local = threading.local()
+
+    def launch(
+        self, planned: Plan, call: tuple[Any, ...], tokens: int, heads: int
+    ) -> None:
+        """Launches a call on the current stream.
+
+        Args:
+            planned: its plan.
+            call: as ``pack`` made it.
+            tokens, heads: of the call.
+        """
+        if torch.cuda.current_device() != self._index:
+            with torch.cuda.device(self._index):
+                return self.launch(planned, call, tokens, heads)
+        local = self._local
+        if not hasattr(local, "bytes"):
+            local.bytes = ctypes.create_string_buffer(CALL.size)
+            local.params = (ctypes.c_void_p * 1)(ctypes.addressof(local.bytes))
+            local.merge = self._merge_config()
+        CALL.pack_into(local.bytes, 0, *call)
+        params = ctypes.addressof(local.params)
+        stream = torch.cuda.current_stream().cuda_stream
+        cut = planned.config
+        assert cut.function is not None
+        (result,) = self._driver.cuLaunchKernel(
+            self._functions[cut.function],
+            *(planned.splits * planned.head_blocks, tokens, 1, THREADS, 1, 1),
+            *(cut.shared, stream, params, 0),
+        )
+        _checked(cut.function, result)
+        if planned.splits > 1:
+            merge = local.merge
+            merge.gridDimX, merge.gridDimY, merge.hStream = heads, tokens, stream
+            (result,) = self._driver.cuLaunchKernelEx(
+                merge, self._functions[MERGE], params, 0
+            )
+            _checked(MERGE, result)
+
+    def _merge_config(self) -> Any:
+        """The merge may be launched while the splits still run: it waits for them
+        (programmatic dependent launch)."""
+        driver = self._driver
+        early = driver.CUlaunchAttribute()
+        ids = driver.CUlaunchAttributeID
+        early.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        early.value.programmaticStreamSerializationAllowed = 1
+        config = driver.CUlaunchConfig()
+        config.gridDimZ = config.blockDimY = config.blockDimZ = 1
+        config.blockDimX = MERGE_THREADS
+        config.sharedMemBytes = MERGE_SHARED
+        config.attrs = [early]
+        config.numAttrs = 1
+        return config
+
+
+@functools.cache
+def kernels(index: int) -> Kernels | None:
+    """The kernels of a device; None, said once in the log, where there are none."""
+    try:
+        if torch.cuda.get_device_capability(index) < MINIMUM_CAPABILITY:
+            raise RuntimeError("needs compute capability 9.0 or newer")
+        return Kernels(index)
+    except (ImportError, RuntimeError) as error:
+        logger.warning(
+            "The sparse MLA's CUDA kernel is not there, Triton's serves, at about a "
+            "third of the speed: %s",
+            error,
+        )
+        return None
+
+
+def takes(*tensors: torch.Tensor) -> bool:
+    """Whether the CUDA kernel can read and write these: rows at multiples of 16 B.
+
+    Args:
+        tensors: caches, and ``q`` and ``out``; the last dimension is contiguous.
+    """
+    for tensor in tensors:
+        bits = tensor.data_ptr()
+        strides = (
+            tensor.stride()[:1] if tensor.dtype == torch.uint8 else tensor.stride()[:2]
+        )
+        for stride in strides:
+            bits |= stride * tensor.element_size()
+        if bits % 16:
+            return False
+    return True
+
+
+@functools.cache
+def division(page: int) -> tuple[int, int]:
+    """``magic`` and ``shift``: slot // page == slot * magic >> shift below 2**31."""
+    shift = 31 + (page - 1).bit_length()
+    return -(-(1 << shift) // page), shift
+
+
+def _segment(
+    cache: torch.Tensor, indices: torch.Tensor, lens: torch.Tensor | None
+) -> tuple[int, ...]:
+    page = cache.shape[1]
+    return (
+        cache.data_ptr(),
+        indices.data_ptr(),
+        0 if lens is None else lens.data_ptr(),
+        cache.stride(0),
+        indices.stride(0),
+        indices.shape[1],
+        page,
+        *division(page),
+    )
+
+
+def pack(
+    planned: Plan,
+    q: torch.Tensor,
+    swa_cache: torch.Tensor,
+    swa_indices: torch.Tensor,
+    swa_lens: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    scale_log2: float,
+    out: torch.Tensor,
+    extra_cache: torch.Tensor | None,
+    extra_indices: torch.Tensor | None,
+    extra_lens: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    parts: torch.Tensor | None,
+) -> tuple[Any, ...]:
+    """The fields of ``CALL``."""
+    extra = _NO_SEGMENT
+    if extra_cache is not None:
+        assert extra_indices is not None
+        extra = _segment(extra_cache, extra_indices, extra_lens)
+    return (
+        *_segment(swa_cache, swa_indices, swa_lens),
+        *extra,
+        q.data_ptr(),
+        out.data_ptr(),
+        0 if sinks is None else sinks.data_ptr(),
+        0 if lse is None else lse.data_ptr(),
+        0 if parts is None else parts.data_ptr(),
+        q.stride(0),
+        q.stride(1),
+        out.stride(0),
+        out.stride(1),
+        scale_log2,
+        q.shape[1],
+        planned.splits,
+        planned.head_blocks,
+    )
