@@ -227,7 +227,7 @@ def kernel_slots_unmapped(engine: Any, replace: Callable, change: Callable) -> N
 
 FAULTS = (
     Fault("slot_one_page_off", "short", slot_one_page_off),
-    Fault("pages_swapped", "decode", pages_swapped, blind=True),
+    Fault("pages_swapped", "few", pages_swapped),
     Fault("stride_off", "decode", stride_off),
     Fault("indexer_page_offset", "far", indexer_page_offset, blind=True),
     Fault("sink_ignored", "short", sink_ignored),
@@ -236,7 +236,7 @@ FAULTS = (
     Fault("draft_slot_one_page_off", "drafted", draft_slot_one_page_off, variant="dspark"),
     Fault(
         "kernel_slots_unmapped",
-        "decode",
+        "few",
         kernel_slots_unmapped,
         arms=("fork-units", "fork-sm120"),
     ),

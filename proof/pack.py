@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packs an installed fork and its stock files for a GPU machine without network.
 
-    python -m proof.pack [--site SITE] [--out .gpu] [--limit-mib 62]
+    python -m proof.pack [--site SITE] [--out .gpu] [--limit-mib 61]
 
 The machine has PyTorch with CUDA, Triton and transformers (of a Python that
 ``--python-version`` names) and takes so many MiB a copy: OUT/1, OUT/2 … each hold what
@@ -23,7 +23,7 @@ from pathlib import Path
 from fork import fetch, geometry, pin
 from fork.tree import WheelTree
 
-LIMIT_MIB = 62
+LIMIT_MIB = 61
 
 CARRIED = Path(__file__).with_name("carried.txt")
 """Names of distributions whose wheels are carried along."""

@@ -144,6 +144,7 @@ def measure(
     loud=1.0,
     sms=4,
     cuda=False,
+    past=False,
 ):
     """One call against the float64 reference.
 
@@ -157,6 +158,7 @@ def measure(
         loud: factor of the query: 8 makes one candidate outweigh all others.
         sms: of the GPU that the call is planned for.
         cuda: whether the CUDA kernel may serve.
+        past: whether the call is given slots past the end of the cache for invalid ones.
 
     Returns:
         ``whole``: the relative norm of everything; ``worst``: of the worst row; ``lse``:
@@ -178,11 +180,18 @@ def measure(
         extra = extra and dataclasses.replace(extra, lengths=None)
     q = case.q * loud
     sink = case.sinks if sinks is None else torch.full((q.shape[1],), sinks)
+    indices = [segment and segment.indices for segment in (window, extra)]
+    if past:
+        for number, segment in enumerate(s for s in (window, extra) if s):
+            slots = segment.cache.shape[0] * segment.page
+            beyond = torch.tensor([slots, 2**31 - 1, slots + 7], dtype=torch.int32)
+            beyond = beyond.repeat(segment.indices.shape[1])[: segment.indices.shape[1]]
+            indices[number] = torch.where(segment.indices < 0, beyond, segment.indices)
     more = {}
     if extra is not None:
         more = {
             "extra_cache": packed.record_view(extra.cache, extra.page),
-            "extra_indices": extra.indices,
+            "extra_indices": indices[1],
             "extra_lens": extra.lengths,
         }
     tokens, heads, _ = q.shape
@@ -202,7 +211,7 @@ def measure(
         out = torch.full_like(q, torch.nan)
         lse = torch.full((tokens, heads), torch.nan)
         view = packed.record_view(window.cache, window.page)
-        args = (q, view, window.indices, window.lengths, sink, case.scale, out)
+        args = (q, view, indices[0], window.lengths, sink, case.scale, out)
         ops.sparse_mla(*args, lse=lse, config=tile, **more)
         outs.append((out, lse))
     same = all(torch.equal(a, b) for a, b in zip(outs[0], outs[-1], strict=True))

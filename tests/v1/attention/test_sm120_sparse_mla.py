@@ -162,6 +162,11 @@ def test_no_sinks_and_no_lengths(measure):
     right(measure(shape=every, lens=False))
 
 
+def test_slots_past_the_end_are_skipped(measure):
+    rows = ("holes", "invalid", "full")
+    right(measure(shape=shape(3, 4, 40, 32, 20, 64, rows=rows), past=True))
+
+
 def test_a_candidate_that_outweighs_all_others(measure):
     right(measure(shape=shape(3, 4, 40, 32, 20, 64), loud=16.0))
 

@@ -121,6 +121,7 @@ class IndexerShape:
         page: keys in a page.
         context: keys of the longest context.
         stride: bytes from one block to the next; 0: the page's own.
+        empty: whether one query has no key at all.
     """
 
     tokens: int
@@ -128,6 +129,7 @@ class IndexerShape:
     page: int
     context: int = 4096
     stride: int = 0
+    empty: bool = True
 
     def __str__(self) -> str:
         return (
@@ -285,6 +287,8 @@ def _indexer_case(shape: IndexerShape, rng: torch.Generator) -> IndexerCase:
     )
     named = torch.tensor(corner[:tokens], device=rng.device)
     lengths[: named.numel()] = named.clamp(0, shape.context)
+    if not shape.empty:
+        lengths.clamp_(min=1)
     q = torch.randn(
         (tokens, shape.heads, INDEX_DIM), generator=rng, device=rng.device
     ).to(torch.float8_e4m3fn)

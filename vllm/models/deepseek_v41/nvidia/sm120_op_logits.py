@@ -150,8 +150,10 @@ class PrefillLogits(Op):
         from vllm import _custom_ops as ops
         from vllm.utils.deep_gemm import fp8_fp4_mqa_logits
 
-        if not hasattr(torch.ops._C, "cp_gather_indexer_k_quant_cache"):
-            raise Unavailable("no _C.cp_gather_indexer_k_quant_cache in this build")
+        if not hasattr(torch.ops._C_cache_ops, "cp_gather_indexer_k_quant_cache"):
+            raise Unavailable(
+                "no _C_cache_ops.cp_gather_indexer_k_quant_cache in this build"
+            )
         # Since 0.33 a row's logits begin in column 0; before, in its first key's.
         parameters = inspect.signature(fp8_fp4_mqa_logits).parameters
         compressed = "max_seqlen_k" in parameters

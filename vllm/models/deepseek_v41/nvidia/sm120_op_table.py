@@ -44,10 +44,16 @@ def table_calls(figures: Figures, wanted: Sequence[str], device: str) -> list[Ca
             # Elsewhere "auto" may be another kernel than SM12x's.
             calls.append(OpCall(replace(op, backend="persistent"), device=device))
     if _INDEXER in wanted:
+        # DeepGEMM's SM90 kernel gives the query after one without keys that one's
+        # values, where both fall to one multiprocessor; its SM120 kernel does not.
+        sm90 = torch.cuda.is_available()
+        sm90 = sm90 and torch.cuda.get_device_capability(device)[0] == 9
         heads = figures.config.index_n_heads
         for cache in dict.fromkeys(figures.indexer.values()):
             for rows in (1, 8, 64):
-                shape = IndexerShape(rows, heads, cache.page, stride=cache.stride)
+                shape = IndexerShape(
+                    rows, heads, cache.page, stride=cache.stride, empty=not sm90
+                )
                 calls.append(DeviceCall(shape, deep_gemm_kernel, device=device))
     return calls
 

@@ -129,7 +129,7 @@ DEVICE void wait_for_previous_grid() { asm volatile("griddepcontrol.wait;" ::: "
 // Candidates of one cache.
 struct Segment {
   const u8* cache;     // page 0
-  const i32* indices;  // [T, width]: slots, negative ones are skipped
+  const i32* indices;  // [T, width]: slots; others than 0 to slots - 1 are skipped
   const i32* lengths;  // [T]; null: every entry counts
   i64 stride;          // bytes from page to page, a multiple of 16
   i64 row;             // entries from token to token
@@ -137,6 +137,8 @@ struct Segment {
   u32 page;            // records
   u32 magic;           // slot / page = slot * magic >> shift, for slots below 2**31
   u32 shift;
+  u32 slots;
+  u32 unused;
 };
 
 // One call; as sm120_sparse_mla_cuda.py packs it.
@@ -315,7 +317,8 @@ DEVICE void candidates(const Call& call) {
   const i32 first = split * each;
   const i32 last = first + each < all ? first + each : all;
 
-  // The lane's candidate of a step; -1 past the width, or past the row's length.
+  // The lane's candidate of a step; -1 past the width, or past the row's length. Not looked
+  // at here, or the warp would wait for it.
   auto slot_of = [&](i32 step, bool by_length) -> i32 {
     const bool second = step >= steps[0];
     const Segment& segment = call.segments[second];
@@ -326,8 +329,10 @@ DEVICE void candidates(const Call& call) {
   };
   // Starts a step's copies; returns which of its records are valid.
   auto start = [&](int stage, i32 step, i32 slot) -> u32 {
-    const u32 valid = ballot(slot >= 0);
-    if (valid != 0) gather.start(stage, call.segments[step >= steps[0]], slot);
+    const Segment& segment = call.segments[step >= steps[0]];
+    const bool some = u32(slot) < segment.slots;
+    const u32 valid = ballot(some);
+    if (valid != 0) gather.start(stage, segment, some ? slot : -1);
     copy_commit();
     return valid;
   };

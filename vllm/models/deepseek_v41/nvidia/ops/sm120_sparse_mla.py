@@ -63,8 +63,8 @@ def sparse_mla(
             that vLLM binds, of which base, page and block stride matter. Any page;
             strides and base are multiples of 2 B, and much faster of 16.
         swa_indices: int32 ``[T, W]`` or ``[T, 1, W]``, W at least 1: slots, ``block *
-            page + row``. Negative ones are skipped; a slot past the end of the cache is
-            undefined behaviour, as in FlashInfer and FlashMLA.
+            page + row``. Negative ones are skipped, and so are those past the end of
+            the cache: where a request's logits are NaN, top-k gives anything.
         swa_lens: int32 ``[T]``, entries of each row that count; None: all.
         sinks: fp32 ``[H]``, natural logits, or None.
         scale: what q·k is multiplied by.

@@ -26,9 +26,9 @@ SOURCE = Path(__file__).with_name("sm120_sparse_mla.cu")
 MINIMUM_CAPABILITY = (9, 0)
 
 # The source's ``Call``: two segments, pointers, strides, scale, counts.
-CALL = struct.Struct("<" + "3Q2qi3I" * 2 + "5Q4qf3i")
+CALL = struct.Struct("<" + "3Q2qi5I" * 2 + "5Q4qf3i")
 
-_NO_SEGMENT = (0, 0, 0, 0, 0, 0, 1, 0, 0)
+_NO_SEGMENT = (0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0)
 
 THREADS = 256
 MERGE = "merge_splits"
@@ -222,6 +222,8 @@ def _segment(
         indices.shape[1],
         page,
         *division(page),
+        min(cache.shape[0] * page, (1 << 31) - 1),
+        0,
     )
 
 

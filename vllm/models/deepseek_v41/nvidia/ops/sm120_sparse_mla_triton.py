@@ -20,6 +20,9 @@ from .sm120_sparse_mla_plan import HEAD_DIM, Plan
 # Columns of the output that one program of the merge adds up.
 _MERGE_COLUMNS = 128
 
+# Slots are int32.
+_MOST_SLOTS = (1 << 31) - 1
+
 
 @triton.jit
 def _bf16(value, EMULATED: tl.constexpr):
@@ -40,11 +43,13 @@ def _step(
     swa_len,
     swa_page,
     swa_stride,
+    swa_slots,
     extra,
     extra_indices,
     extra_len,
     extra_page,
     extra_stride,
+    extra_slots,
     CANDIDATES: tl.constexpr,
     WIDE_SCALES: tl.constexpr,
 ):
@@ -58,10 +63,11 @@ def _step(
     length = tl.where(second, extra_len, swa_len)
     page = tl.where(second, extra_page, swa_page)
     stride = tl.where(second, extra_stride, swa_stride)
+    slots = tl.where(second, extra_slots, swa_slots)
     first = tl.where(second, step - swa_steps, step) * CANDIDATES
     column = first + tl.arange(0, CANDIDATES)
     slot = tl.load(indices + column, mask=column < length, other=-1)
-    valid = slot >= 0
+    valid = (slot >= 0) & (slot < slots)
     slot = tl.where(valid, slot, 0)
     block = slot // page
     row = slot - block * page
@@ -140,9 +146,11 @@ def _attend(
 _UNSPECIALIZED = [
     "heads",
     "swa_page",
+    "swa_slots",
     "swa_width",
     "swa_row",
     "extra_page",
+    "extra_slots",
     "extra_width",
     "extra_row",
     "splits",
@@ -171,10 +179,12 @@ def _candidates_kernel(
     out_head,
     swa_page,
     swa_stride,
+    swa_slots,
     swa_width,
     swa_row,
     extra_page,
     extra_stride,
+    extra_slots,
     extra_width,
     extra_row,
     splits,
@@ -232,11 +242,13 @@ def _candidates_kernel(
             tl.where(first < last, swa_len, 0),
             swa_page,
             swa_stride,
+            swa_slots,
             extra,
             extra_indices,
             tl.where(first < last, extra_len, 0),
             extra_page,
             extra_stride,
+            extra_slots,
             CANDIDATES,
             WIDE_SCALES,
         )
@@ -252,11 +264,13 @@ def _candidates_kernel(
                 tl.where(more, swa_len, 0),
                 swa_page,
                 swa_stride,
+                swa_slots,
                 extra,
                 extra_indices,
                 tl.where(more, extra_len, 0),
                 extra_page,
                 extra_stride,
+                extra_slots,
                 CANDIDATES,
                 WIDE_SCALES,
             )
@@ -281,11 +295,13 @@ def _candidates_kernel(
                 swa_len,
                 swa_page,
                 swa_stride,
+                swa_slots,
                 extra,
                 extra_indices,
                 extra_len,
                 extra_page,
                 extra_stride,
+                extra_slots,
                 CANDIDATES,
                 WIDE_SCALES,
             )
@@ -424,10 +440,12 @@ def launch(
         out.stride(1),
         swa_cache.shape[1],
         swa_cache.stride(0),
+        min(swa_cache.shape[0] * swa_cache.shape[1], _MOST_SLOTS),
         swa_indices.shape[1],
         swa_indices.stride(0),
         extra_cache.shape[1],
         extra_cache.stride(0),
+        min(extra_cache.shape[0] * extra_cache.shape[1], _MOST_SLOTS),
         extra_indices.shape[1] if has_extra else 0,
         extra_indices.stride(0),
         splits,
