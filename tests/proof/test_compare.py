@@ -118,6 +118,32 @@ def test_a_build_that_repeats_itself_is_measured_by_the_floor(result_folder):
     assert lines["fork"].excess == pytest.approx(3)
 
 
+@pytest.mark.parametrize("arm, verdict", [("fork-sm120", "same"), ("fork-units", "differs")])
+def test_another_kernel_rounds_where_stock_repeats_itself(result_folder, arm, verdict):
+    """It is measured by what rounding makes of answers elsewhere, and by no less."""
+    noise, values = Noise(), np.linspace(-9, 0, 100)
+    for name in ("stock", "stock-again"):
+        short = [{"scenario": "short", **run} for run in noise.runs()]
+        result_folder.add(name, "eager", [*short, *[{"scenario": "few", "answers": [values]}] * 2])
+    short = [{"scenario": "short", **run} for run in noise.runs()]
+    rounded = values + noise.draw.normal(0, PAIR, 100)
+    result_folder.add(arm, "eager", [*short, {"scenario": "few", "answers": [rounded]}])
+    lines = compare.table(compare.load(result_folder.folder))
+    (line,) = (line for line in lines if (line.scenario, line.compared) == ("few", arm))
+    assert line.verdict == verdict
+
+
+@pytest.mark.parametrize("shift, verdict", [(12, "missed"), (40, "found")])
+def test_a_fault_stands_out_from_its_own_arm(result_folder, shift, verdict):
+    values = np.linspace(-9, 0, 100)
+    for arm in ("stock", "stock-again"):
+        result_folder.add(arm, "eager", [{"answers": [values]}] * 2)
+    right = {"answers": [values + 6 * compare.FLOOR]}
+    planted = {"fault": "slots", "answers": [values + shift * compare.FLOOR]}
+    result_folder.add("fork-sm120", "eager", [right, planted])
+    assert _lines(result_folder)["slots (fork-sm120)"].verdict == verdict
+
+
 @pytest.mark.parametrize("count", [1, 39])
 def test_a_nan_in_an_arm_is_an_infinite_difference(result_folder, count):
     noise = Noise(count=1000)

@@ -2,6 +2,8 @@
 """Calls of ops on a CPU: right kernels pass, planted faults and races are named, a
 missing library, a crash and a hang are results, and memory stays as stated."""
 
+import importlib.util
+import re
 import sys
 import time
 import weakref
@@ -20,6 +22,7 @@ import sm120_fake_ops as ops  # noqa: E402
 
 op_call = fake.load("sm120_op_call")
 child_process = fake.load("sm120_child_process")
+calls = fake.load("sm120_device_calls")
 
 
 @pytest.mark.parametrize("name", ops.SHAPES)
@@ -184,6 +187,42 @@ def test_memory_is_what_is_stated(name):
 
 def call(kernel, name=""):
     return op_call.OpCall(ops.SHAPES["topk"], kernel, device="cpu", name=name)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:1"])
+def test_any_name_of_a_gpu_will_do(monkeypatch, device):
+    def set_device(given):
+        assert torch.device(given).index is not None, "Expected a torch.device with an index"
+        chosen.append(torch.device(given).index)
+
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(op_call, "run_op", lambda *_: calls.CallResult("topk", True, 0.0, None))
+    made = op_call.OpCall(ops.SHAPES["topk"], ops.right_topk, device=device)
+    assert made.run(lambda text: None).ok
+    assert chosen == ([] if device == "cuda" else [int(device[-1])])
+
+
+# Native ops that the self-test names, which vLLM's own files have to call by the same
+# namespace: a wrong one reads as "this build has no such op", on every build.
+NAMED = re.compile(r"""torch\.ops\.(\w+)(?:\.(\w+)|,\s*"(\w+)")""")
+
+
+@pytest.mark.needs_vllm
+def test_native_ops_are_where_vllms_wrappers_call_them():
+    vllm = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
+    files = ("_custom_ops.py", "models/deepseek_v41/attention.py")
+    callers = "".join((vllm / file).read_text() for file in files)
+    folder = Path(op_call.__file__).parent
+    found = {
+        (match[1], match[2] or match[3])
+        for path in folder.glob("sm120_*.py")
+        for match in NAMED.finditer(path.read_text())
+    }
+    assert ("_C_cache_ops", "cp_gather_indexer_k_quant_cache") in found
+    for space, name in found:
+        assert f"torch.ops.{space}.{name}" in callers
 
 
 def test_missing_libraries_are_rows_and_the_rest_goes_on():

@@ -258,9 +258,10 @@ class OpCall:
 
     def run(self, tell: Callable[[str], None]) -> CallResult:
         """Makes the call; what goes wrong is a result."""
-        cuda = torch.device(self.device).type == "cuda"
-        if cuda:
-            torch.cuda.set_device(self.device)
+        device = torch.device(self.device)
+        if device.type == "cuda":
+            if device.index is not None:  # set_device takes no plain "cuda"
+                torch.cuda.set_device(device)
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
         make = self.kernel or type(self.op).library
