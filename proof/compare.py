@@ -40,13 +40,13 @@ FOUND = 10.0
 """A planted fault has to reach this excess in the scenario made for it."""
 
 STANDS_OUT = 3.0
-"""And so many times the excess that its arm has there unbroken, which is more than noise where
-the arm runs another kernel."""
+"""And so many times the excess that its arm has there unbroken, beside the same noise: more than
+1 where the arm runs another kernel."""
 
 ROUNDING = "short"
 """Another kernel rounds otherwise everywhere, also where stock repeats itself exactly. What
 rounding alone makes of answers is stock's noise here, from kernels whose order of summing varies:
-no arm of another kernel is measured by less."""
+no arm of another kernel is measured by less, in set-ups that ask it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,7 +262,7 @@ def _scenario(
         if arm is not right and scenario in arm.scenarios():
             made = line(name, differences(arm.answers(scenario), runs), arm.hits(scenario))
             other_blocks = arms.OTHER_SPLIT if arm.record["like"] else 0.0
-            unbroken = made.excess
+            unbroken = made.excess  # as a fault's: beside this scenario's own noise
             if arms.ARMS[arm.arm].other_kernel:
                 made = dataclasses.replace(made, noise=rounding)
             yield made.judged(max(arms.ARMS[arm.arm].same, other_blocks))

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fork's sparse-MLA kernel on a real GPU: shapes as large as serving's, CUDA graphs, bits.
 
-Needs a GPU of compute capability 8.9 or newer, torch and triton; vLLM is not imported.
-``compute-sanitizer python3 -m pytest tests/kernels/test_sparse_mla.py -k sanitized`` runs a
-small set under the memory checker.
+Needs a GPU of compute capability 8.9 or newer, torch, triton and cuda-bindings (without it, or
+below 9.0, Triton's kernel alone is tested); vLLM is not imported.
+``compute-sanitizer --report-api-errors no python3 -m pytest tests/kernels/test_sparse_mla.py
+-k sanitized`` runs a small set under the memory checker.
 """
 
 import importlib
@@ -123,7 +124,18 @@ CONFIGS = _load("ops.sm120_sparse_mla_plan").CONFIGS
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("tokens", [1, 9, 300])
 def test_every_config(name, tokens):
+    if CONFIGS[name].function and _load("ops.sm120_sparse_mla_cuda").kernels(0) is None:
+        pytest.skip("no CUDA kernel on this GPU: Triton's serves")
     assert _wrong(_case(tokens=tokens, heads=20), config=CONFIGS[name]) is None
+
+
+@pytest.mark.parametrize("shape", list(_mixed())[::5], ids=lambda s: "-".join(map(str, s.values())))
+def test_shapes_by_triton(shape):
+    planning = _load("ops.sm120_sparse_mla_plan")
+    gpu = _load("ops.sm120_sparse_mla").gpu_of(torch.device("cuda", 0))
+    name = planning.choose(shape["tokens"], shape["heads"], gpu, cuda=False)
+    context = max(4096, shape["page"], shape["extra_page"])
+    assert _wrong(_case(**shape, context=context), config=CONFIGS[name]) is None
 
 
 @pytest.mark.parametrize("heads", [1, 3, 17, 33, 127])

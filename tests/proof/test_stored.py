@@ -129,3 +129,24 @@ def test_a_complete_proof_stores_what_local_asks_for(result_folder, tmp_path, mo
     asked = {(r.setup, s) for r in results if r.arm == "fork" for s in r.scenarios()}
     assert {(line.setup, line.scenario) for line in lines} == asked
     assert {line.verdict for line in lines} == {"same"}
+
+
+def test_another_kernel_rounds_where_stock_repeats_itself(result_folder, tmp_path, monkeypatch):
+    """Stored answers of a scenario without noise: measured by the noise of ``short``. And what
+    is stored as noise is stock's own, whatever arm stood beside it."""
+    folder = tmp_path / "expected"
+    monkeypatch.setattr(stored, "FOLDER", folder)
+    few = {"scenario": "few", "answers": [(0, np.linspace(-9, -1, 300))]}
+    for number, arm in enumerate(("stock", "stock-again", "fork-sm120")):
+        result_folder.add(arm, "eager", [*_runs(1 + 2 * number, ("short",)), few, few])
+    results = compare.load(result_folder.folder)
+    stored.store(compare.table(results), results, DIGESTS, folder)
+    kept = json.loads((folder / "eager.json").read_text())["scenarios"]
+    assert kept["few"]["noise"] == [0, 0, 0] != kept["short"]["noise"]
+    rounded = np.linspace(-9, -1, 300) + np.random.default_rng(5).normal(0, 0.07, 300)
+    runs = [{"scenario": "few", "answers": [(0, rounded)]}, *_runs(11, ("short",))]
+    result_folder.add("fork", "eager", runs)
+    assert {line.scenario: line.verdict for line in _against(result_folder)} == {
+        "few": "same",
+        "short": "same",
+    }

@@ -183,11 +183,11 @@ constexpr u8 POISON = 0xFF;
 constexpr size_t STACK = 128 * 1024;
 
 enum Kind {
-  EXIT, SYNC_BLOCK, SYNC_WARP, MMA, TRANSPOSED, LOAD_MATRICES, SHUFFLE, ANY, ALL, BALLOT
+  EXIT, SYNC_BLOCK, SYNC_WARP, MMA, TRANSPOSED, LOAD_MATRICES, SHUFFLE, ALL, BALLOT
 };
 constexpr const char* KIND_NAMES[] = {
     "its end",       "sync_block", "sync_warp",   "mma",         "transposed",
-    "load_matrices", "a shuffle",  "any_in_warp", "all_in_warp", "ballot"};
+    "load_matrices", "a shuffle",  "all_in_warp", "ballot"};
 
 struct Copy {
   u8* target;
@@ -200,6 +200,7 @@ struct Fiber {
   Context context;
   u32 index = 0;   // threadIdx.x
   u32 groups = 0;  // copy groups committed
+  bool waited = false;  // for the grid before
   std::vector<Copy> copies;
   u8* stack = nullptr;
 };
@@ -227,6 +228,7 @@ struct Machine {
   u64 random_state = 0;
   u8* shared = nullptr;
   size_t shared_bytes = 0;
+  bool early = false;  // the grid before may still run
   std::string error;
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
@@ -375,12 +377,11 @@ inline u32 to_bf16(float value) {
         out[lane][1] = in[source][1];
       }
       break;
-    case ANY:
     case ALL:
     case BALLOT: {
       u32 votes = 0;
       for (u32 lane = 0; lane < LANES; ++lane) votes |= in[lane][0] << lane;
-      u32 result = warp.kind == BALLOT ? votes : warp.kind == ANY ? votes != 0 : votes == ~0u;
+      u32 result = warp.kind == BALLOT ? votes : votes == ~0u;
       for (u32 lane = 0; lane < LANES; ++lane) out[lane][0] = result;
     }
   }
@@ -465,6 +466,7 @@ inline u32 lane_index() { return machine.fiber->index % LANES; }
     Fiber& fiber = machine.fibers[index];
     fiber.index = index;
     fiber.groups = 0;
+    fiber.waited = false;
     fiber.copies.clear();
     // Tops at different offsets, or the live ends of all stacks would share a few cache sets.
     size_t stagger = index % 64 * 17 * 64;
@@ -509,7 +511,7 @@ static inline u32 block_y() { return sm120_emulated::machine.block_y; }
 static inline u32 blocks_y() { return sm120_emulated::machine.blocks_y; }
 static inline u8* shared_memory() { return sm120_emulated::machine.shared; }
 
-static inline void wait_for_previous_grid() {}
+static inline void wait_for_previous_grid() { sm120_emulated::machine.fiber->waited = true; }
 static inline void let_next_grid_start() {}
 
 static inline void sync_block(int line = __builtin_LINE()) {
@@ -522,7 +524,7 @@ static inline void sync_warp(int line = __builtin_LINE()) {
 template <int BYTES>
 static inline void copy_async(void* shared, const void* global, bool valid,
                               int line = __builtin_LINE()) {
-  static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");
+  static_assert(BYTES == 4 || BYTES == 16, "copies of 4 or 16 bytes");
   using namespace sm120_emulated;
   check_shared(shared, BYTES, "copy_async", line);
   check_address(global, BYTES, "copy_async", line);
@@ -616,16 +618,10 @@ static inline float shuffle_xor(float value, int mask, int line = __builtin_LINE
 static inline float shuffle(float value, int lane, int line = __builtin_LINE()) {
   return sm120_emulated::shuffle_any(value, static_cast<u32>(lane) % 32, line);
 }
-static inline i32 shuffle(i32 value, int lane, int line = __builtin_LINE()) {
-  return sm120_emulated::shuffle_any(value, static_cast<u32>(lane) % 32, line);
-}
 static inline i64 shuffle(i64 value, int lane, int line = __builtin_LINE()) {
   return sm120_emulated::shuffle_any(value, static_cast<u32>(lane) % 32, line);
 }
 
-static inline bool any_in_warp(bool vote, int line = __builtin_LINE()) {
-  return sm120_emulated::vote(sm120_emulated::ANY, vote, line);
-}
 static inline bool all_in_warp(bool vote, int line = __builtin_LINE()) {
   return sm120_emulated::vote(sm120_emulated::ALL, vote, line);
 }
@@ -661,9 +657,6 @@ static inline u32 permute(u32 a, u32 b, u32 selector, int line = __builtin_LINE(
 static inline float exp2_fast(float x) { return sm120_emulated::flushed(std::exp2(x)); }
 static inline float log2_fast(float x) { return std::log2(sm120_emulated::flushed(x)); }
 static inline float maximum(float a, float b) { return std::fmax(a, b); }
-static inline u32 high_multiply(u32 a, u32 b) {
-  return static_cast<u32>((static_cast<u64>(a) * b) >> 32);
-}
 static inline float bits_float(u32 bits) {
   float value;
   std::memcpy(&value, &bits, 4);
@@ -678,7 +671,9 @@ static inline u32 float_bits(float value) {
 template <class T>
 static inline T load(const T* address, int line = __builtin_LINE()) {
   static_assert(std::is_trivially_copyable_v<T>);
-  sm120_emulated::check_address(address, alignof(T), "load", line);
+  using namespace sm120_emulated;
+  check_address(address, alignof(T), "load", line);
+  if (machine.early && !machine.fiber->waited) fail("load", line, "before wait_for_previous_grid");
   T value;
   std::memcpy(&value, address, sizeof(T));
   return value;
@@ -686,10 +681,11 @@ static inline T load(const T* address, int line = __builtin_LINE()) {
 
 // ---------------------------------------------------------------- the host's side
 
-// Runs the kernel's blocks one after another. Returns "", or what was wrong.
+// Runs the kernel's blocks one after another. Returns "", or what was wrong. Early: launched while
+// the grid before may still run, so that nothing may be loaded before it is waited for.
 static inline std::string run_grid(unsigned grid_x, unsigned grid_y, unsigned threads,
                                    size_t shared_bytes, unsigned seed,
-                                   const std::function<void()>& kernel) {
+                                   const std::function<void()>& kernel, bool early = false) {
   using namespace sm120_emulated;
   if (machine.fiber || machine.kernel) return "run_grid: a grid is running";
   if (threads == 0 || threads % LANES || threads > MAX_THREADS)
@@ -714,6 +710,7 @@ static inline std::string run_grid(unsigned grid_x, unsigned grid_y, unsigned th
   machine.shared_bytes = shared_bytes;
   machine.kernel = &kernel;
   machine.blocks_y = grid_y;
+  machine.early = early;
   machine.error.clear();
   // The caller's library may have set flush-to-zero.
   std::fenv_t environment;

@@ -10,6 +10,7 @@ import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from unittest import mock
 
 
 class Child:
@@ -114,7 +115,7 @@ extern "C" const char* run(const char* name, unsigned x, unsigned y, unsigned th
   void (*kernel)(const Call) = which == "candidates_16"   ? candidates_16
                                : which == "candidates_32" ? candidates_32
                                                           : merge_splits;
-  error = run_grid(x, y, threads, shared, seed, [&] { kernel(call); });
+  error = run_grid(x, y, threads, shared, seed, [&] { kernel(call); }, kernel == merge_splits);
   return error.c_str();
 }
 """
@@ -199,7 +200,7 @@ def measure(
     ops._gpus[q.device] = gpu = planning.Gpu(sms, 100 << 10)
     ops._workspaces.clear()
     cuda = cuda and (tile is None or tile.function is not None)
-    ops._cuda_kernels = lambda device, config: OnCpu(seed) if cuda else None
+    mine = functools.partial(OnCpu, seed) if cuda else lambda: None
     width = window.indices.shape[1]
     splits = planning.plan(
         tokens, heads, width, extra.indices.shape[1] if extra else 0, gpu, tile, cuda
@@ -212,7 +213,8 @@ def measure(
         lse = torch.full((tokens, heads), torch.nan)
         view = packed.record_view(window.cache, window.page)
         args = (q, view, indices[0], window.lengths, sink, case.scale, out)
-        ops.sparse_mla(*args, lse=lse, config=tile, **more)
+        with mock.patch.object(ops, "_cuda_kernels", lambda device, config: mine()):
+            ops.sparse_mla(*args, lse=lse, config=tile, **more)
         outs.append((out, lse))
     same = all(torch.equal(a, b) for a, b in zip(outs[0], outs[-1], strict=True))
     want, want_lse = reference.sparse_mla(q, window, extra, sink, case.scale)
@@ -262,9 +264,14 @@ def refused(change):
         "sinks": {"sinks": case.sinks.double()},
         "lse": {"lse": torch.empty(4, 2)},
         "no extra indices": {"extra_cache": args["swa_cache"]},
-        "workspace": {
+        "workspace": {"swa_indices": window.indices.repeat(1, 5), "workspace": torch.empty(1)},
+        "its type": {
             "swa_indices": window.indices.repeat(1, 5),
-            "workspace": torch.empty(1),
+            "workspace": torch.empty(1 << 20, dtype=torch.bfloat16),
+        },
+        "its address": {
+            "swa_indices": window.indices.repeat(1, 5),
+            "workspace": torch.empty(1 << 20)[1:],
         },
     }[change]
     try:

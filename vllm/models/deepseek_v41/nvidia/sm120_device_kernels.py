@@ -142,7 +142,7 @@ def fork_kernel() -> AttentionKernel:
     """The fork's own sparse MLA (patch sm120_sparse_mla), by itself: no FlashInfer.
 
     Raises:
-        ImportError: no Triton, or a tree without that patch.
+        ImportError: a tree without that patch.
     """
     from .ops.sm120_sparse_mla import sparse_mla
 

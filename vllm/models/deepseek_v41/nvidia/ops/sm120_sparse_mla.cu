@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sparse MLA over fp8_ds_mla records in CUDA C++: sm120_sparse_mla.py says what it computes.
 //
-// One source for sm_90 and sm_120 (mma.sync and cp.async, nothing newer), compiled by NVRTC
-// when first used, without headers. With SM120_EMULATED it is C++ for a CPU: tests run it.
+// One source for sm_90 and sm_120 (mma.sync and cp.async: no wgmma, no bulk copies), compiled by
+// NVRTC when first used, without headers. With SM120_EMULATED it is C++ for a CPU: tests run it.
 //
 // A record's 512 values are eight slices of 64: seven of e4m3 with a scale each, and the bf16
 // RoPE part. Eight warps own a slice each, of the query, of each record and of the output. A
@@ -297,7 +297,7 @@ DEVICE void candidates(const Call& call) {
   const u32 warp = gather.warp, lane = gather.lane;
   const u32 row = lane / 4, part = lane % 4;
 
-  let_next_grid_start();
+  if (call.splits > 1) let_next_grid_start();  // the merge, which waits
   const i64 token = block_y();
   const i32 split = block_x() / call.head_blocks;
   const i32 first_head = (block_x() - split * call.head_blocks) * (16 * TILES);

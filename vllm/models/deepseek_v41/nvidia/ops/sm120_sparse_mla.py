@@ -7,13 +7,16 @@ bf16 tensor cores (compute capability 8.9 or newer)::
     sparse_mla(q, swa_cache, swa_indices, swa_lens, sinks, scale, out)
     sparse_mla(..., extra_cache=cache, extra_indices=indices, extra_lens=lens)
 
-Two kernels do it: sm120_sparse_mla.cu, built when first used, and Triton's, a third as
-fast or less, where that cannot be built or a page or row starts at no multiple of 16 B.
+Two kernels do it: sm120_sparse_mla.cu, built when first used, and Triton's, which is
+slower, where that cannot be built or a page or row starts at no multiple of 16 B.
 Both cut a token's candidates into splits where tokens are few, which a second kernel
 merges in a fixed order; the sink enters there, once.
 
 ``sm120_reference.sparse_mla`` defines the result.
 """
+
+import functools
+import logging
 
 import torch
 
@@ -28,6 +31,8 @@ from .sm120_sparse_mla_plan import (
     plan,
     workspace_floats,
 )
+
+logger = logging.getLogger(__name__)
 
 LOG2_E = 1.4426950408889634
 
@@ -93,6 +98,7 @@ def sparse_mla(
     device = q.device
     cuda = _cuda_kernels(device, config)
     if cuda is not None and not takes(*touched):
+        _say_unaligned()
         cuda = None
     planned = plan(
         *(tokens, heads, swa_indices.shape[1], width, gpu_of(device)),
@@ -102,9 +108,7 @@ def sparse_mla(
     parts = None
     if planned.splits > 1:
         parts = default_workspace(device) if workspace is None else workspace
-        need = workspace_floats(tokens, heads, planned.splits)
-        if parts.numel() < need:
-            raise ValueError(f"workspace of {parts.numel()} floats, need {need}")
+        _check_workspace(parts, workspace_floats(tokens, heads, planned.splits), device)
     args = (planned, q, swa_cache, swa_indices, swa_lens, sinks, scale * LOG2_E, out)
     more = (extra_cache, extra_indices, extra_lens, lse, parts)
     if planned.config.function is None:
@@ -121,7 +125,32 @@ def _cuda_kernels(device: torch.device, config: Config | None) -> Kernels | None
     """The CUDA kernels, where they may serve."""
     if device.type != "cuda" or (config is not None and config.function is None):
         return None
-    return kernels(device.index)
+    return kernels(
+        torch.cuda.current_device() if device.index is None else device.index
+    )
+
+
+@functools.cache
+def _say_unaligned() -> None:
+    logger.warning(
+        "Sparse MLA gets pages or rows at no multiple of 16 bytes: Triton's kernel "
+        "serves them, which is slower"
+    )
+
+
+def _check_workspace(parts: torch.Tensor, need: int, device: torch.device) -> None:
+    if parts.numel() < need:
+        raise ValueError(f"workspace of {parts.numel()} floats, need {need}")
+    if (
+        parts.dtype != torch.float32
+        or not parts.is_contiguous()
+        or parts.device != device
+        or parts.data_ptr() % 16
+    ):
+        raise ValueError(
+            f"workspace is {parts.dtype} on {parts.device}, need contiguous fp32 on "
+            f"{device} at a multiple of 16 B"
+        )
 
 
 _workspaces: dict[torch.device, torch.Tensor] = {}

@@ -59,7 +59,8 @@ def build(capability: tuple[int, int]) -> bytes:
     try:
         (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
         if int(result):
-            log = b" " * nvrtc.nvrtcGetProgramLogSize(program)[1]
+            # Two at least: Python shares its byte strings of one.
+            log = b" " * max(2, nvrtc.nvrtcGetProgramLogSize(program)[1])
             nvrtc.nvrtcGetProgramLog(program, log)
             text = log.decode(errors="replace").strip(" \0\n")
             raise RuntimeError(
@@ -93,7 +94,9 @@ class Kernels:
 
         self._driver = driver
         self._index = index
+        self._local = threading.local()
         with torch.cuda.device(index):
+            self._make_current()
             cubin = build(torch.cuda.get_device_capability(index))
             loaded = driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0)
             library = _checked("cuLibraryLoadData", *loaded)
@@ -112,7 +115,18 @@ class Kernels:
                     _checked(name, *driver.cuFuncSetAttribute(function, most, shared))
                 self._functions[name] = function
         self._library = library
-        self._local = threading.local()
+        self._merge_config()  # or a name that these bindings lack would show in serving
+
+    def _make_current(self) -> None:
+        """PyTorch's context of the device, where this thread has none yet: PyTorch
+        makes it at a thread's first call that needs one, which this may be."""
+        torch.cuda.init()
+        (result, context) = self._driver.cuCtxGetCurrent()
+        if int(result) or not int(context):
+            device = _checked("cuDeviceGet", *self._driver.cuDeviceGet(self._index))
+            made = self._driver.cuDevicePrimaryCtxRetain(device)
+            context = _checked("cuDevicePrimaryCtxRetain", *made)
+            _checked("cuCtxSetCurrent", *self._driver.cuCtxSetCurrent(context))
 
     def launch(
         self, planned: Plan, call: tuple[Any, ...], tokens: int, heads: int
@@ -129,6 +143,7 @@ class Kernels:
                 return self.launch(planned, call, tokens, heads)
         local = self._local
         if not hasattr(local, "bytes"):
+            self._make_current()
             local.bytes = ctypes.create_string_buffer(CALL.size)
             local.params = (ctypes.c_void_p * 1)(ctypes.addressof(local.bytes))
             local.merge = self._merge_config()
@@ -170,15 +185,17 @@ class Kernels:
 
 @functools.cache
 def kernels(index: int) -> Kernels | None:
-    """The kernels of a device; None, said once in the log, where there are none."""
+    """The kernels of a device; None, said once in the log, where there are none. Which
+    of the two serves is settled at the first call: no rank changes in the middle."""
     try:
         if torch.cuda.get_device_capability(index) < MINIMUM_CAPABILITY:
             raise RuntimeError("needs compute capability 9.0 or newer")
         return Kernels(index)
-    except (ImportError, RuntimeError) as error:
+    except (AttributeError, ImportError, OSError, RuntimeError) as error:
+        # AttributeError: cuda-bindings of another release.
         logger.warning(
-            "The sparse MLA's CUDA kernel is not there, Triton's serves, at about a "
-            "third of the speed: %s",
+            "The sparse MLA's CUDA kernel is not there, Triton's serves, which is "
+            "slower: %s",
             error,
         )
         return None
