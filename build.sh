@@ -42,6 +42,14 @@ say "tools"
 "$uv" pip install --quiet --python "$python" --group "$group"
 [ "${1:-}" != --tools ] || exit 0
 
+# Tests compile the CUDA kernel for the CPU; without a compiler they are skipped.
+if [ "${1:-}" = --tests ] && ! command -v g++ >/dev/null && ! command -v c++ >/dev/null; then
+  if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
+    say "C++ compiler"
+    apt_install g++ || echo "no g++: tests that need it are skipped" >&2
+  fi
+fi
+
 say "wheel"
 wheel=$("$python" -m fork wheel --out dist | tail -n 1)
 echo "$wheel"
