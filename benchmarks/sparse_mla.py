@@ -130,6 +130,9 @@ class Inputs:
 
 SCALE = 512**-0.5
 
+KERNELS = ("fork", "fork, Triton", "FlashMLA", "FlashMLA prefill", "FlashInfer")
+"""What is timed, in the order of table and plot."""
+
 
 def ours(inputs: Inputs, config: Any = None) -> Callable[[int], None]:
     """A call of the fork's kernel on one set."""
@@ -269,18 +272,25 @@ def graph_time(call: Callable[[int], None], sets: int, milliseconds: float = 150
     with torch.cuda.graph(graph):
         for number in range(sets):
             call(number)
+    return event_time(graph.replay, milliseconds) / sets
+
+
+def event_time(run: Callable[[], Any], milliseconds: float = 150) -> float:
+    """Microseconds a run, by events on the stream: the median over about so long."""
+    import torch
+
     times: list[float] = []
-    for replay in range(200):
+    for number in range(200):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        graph.replay()
+        run()
         end.record()
         torch.cuda.synchronize()
-        if replay >= 2:
+        if number >= 2:
             times.append(start.elapsed_time(end))
         if len(times) >= 7 and sum(times) > milliseconds:
             break
-    return statistics.median(times) * 1e3 / sets
+    return statistics.median(times) * 1e3
 
 
 def host_time(call: Callable[[int], None], sets: int) -> float:
@@ -309,24 +319,11 @@ def ceilings() -> tuple[float, float]:
     target = torch.empty_like(source)
     a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
     product = torch.empty_like(a)
-    copy = min(_copy_time(source, target), graph_time(lambda _: target.copy_(source), 2))
+    # Outside of a graph the driver may copy otherwise.
+    plain = event_time(lambda: target.copy_(source))
+    copy = min(plain, graph_time(lambda _: target.copy_(source), 2))
     matrix = graph_time(lambda _: torch.matmul(a, b, out=product), 2)
     return 2 * source.numel() / copy * 1e6, 2 * 8192**3 / matrix * 1e6
-
-
-def _copy_time(source: Any, target: Any) -> float:
-    """Microseconds of a copy outside of a graph, where the driver may copy otherwise."""
-    import torch
-
-    times = []
-    for _ in range(12):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        target.copy_(source)
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times[2:])
 
 
 def error_of(case: Case, inputs: Inputs, call: Callable[[int], None]) -> float:
@@ -429,8 +426,7 @@ def tune(case: Case, l2: int) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The report, plain text."""
-    names = ["fork", "fork, Triton", "FlashMLA", "FlashMLA prefill", "FlashInfer"]
-    names = [n for n in names if any(n in row for row in rows)]
+    names = [n for n in KERNELS if any(n in row for row in rows)]
     heads = [*names, "bytes floor", "operations floor"]
     lines = [f"{'us a call':38}" + "".join(f"{h:>17}" for h in heads) + f"{'ratio':>8}{'bar':>6}"]
     for row in rows:
@@ -462,8 +458,7 @@ def plot(rows: list[dict[str, Any]], path: Path, gpu: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    names = ["fork", "fork, Triton", "FlashMLA", "FlashMLA prefill", "FlashInfer"]
-    names = [n for n in names if any(n in row for row in rows)]
+    names = [n for n in KERNELS if any(n in row for row in rows)]
     figure, axis = pyplot.subplots(figsize=(9, 0.6 * len(rows) + 1.5))
     height = 0.8 / len(names)
     for at, name in enumerate(names):

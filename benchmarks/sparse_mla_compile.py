@@ -5,9 +5,8 @@
 
 NVRTC compiles sm120_sparse_mla.cu, and Triton each config of its own in
 ``sm120_sparse_mla_plan.CONFIGS``, with the ptxas that it carries; cuobjdump reads registers,
-stack and shared memory from the cubins. Exits 1 if
-one spills or takes more than the 99 KiB that a block of SM12x may have. Level of evidence:
-*compiled*.
+stack and shared memory from the cubins. Exits 1 if one spills or takes more than the 99 KiB that
+a block of SM12x may have. Level of evidence: *compiled*.
 """
 
 import argparse
@@ -91,7 +90,6 @@ def build(
     constants: dict[str, Any],
     capability: int,
     warps: int,
-    stages: int = 1,
     registers: int = 255,
 ) -> Any:
     """A compiled kernel of Triton's, without a GPU."""
@@ -108,7 +106,7 @@ def build(
     }
     fixed = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, constexprs=fixed, attrs=attributes)
-    options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
+    options = {"num_warps": warps, "num_stages": 1, "maxnreg": registers}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
@@ -178,7 +176,7 @@ def _triton(capability: int, configs: dict[str, Any]) -> Iterator[Compiled]:
                 "WIDE_SCALES": True,
                 "EMULATED": False,
             }
-            made = constants, capability, config.warps, config.stages, config.registers
+            made = constants, capability, kernels.WARPS, config.registers
             built = build(kernels._candidates_kernel, *made)
             shown = name + (", split" if split else "")
             yield read(shown, capability, built.asm["cubin"], int(built.metadata.shared))

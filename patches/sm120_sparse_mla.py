@@ -32,6 +32,7 @@ MODULES = (
     f"{_NVIDIA}/ops/sm120_sparse_mla.py",
     f"{_NVIDIA}/ops/sm120_sparse_mla.cu",
     f"{_NVIDIA}/ops/sm120_sparse_mla_cuda.py",
+    f"{_NVIDIA}/ops/sm120_sparse_mla_operands.py",
     f"{_NVIDIA}/ops/sm120_sparse_mla_plan.py",
     f"{_NVIDIA}/ops/sm120_sparse_mla_triton.py",
 )

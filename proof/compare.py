@@ -187,6 +187,11 @@ def quantiles(found: np.ndarray) -> tuple[float, ...]:
     return tuple(float(value) for value in np.quantile(found, QUANTILES, method="higher"))
 
 
+def at_least(noise: Sequence[float], rounding: Sequence[float]) -> tuple[float, ...]:
+    """Quantiles of noise, none below those of rounding."""
+    return tuple(max(pair) for pair in zip(noise, rounding, strict=True))
+
+
 def excess(found: Sequence[float], noise: Sequence[float], size: int) -> float:
     """The largest ratio of ``found`` to ``noise``, quantile by quantile.
 
@@ -247,10 +252,6 @@ def _scenario(
     pairs = _noise(scenario, right, again)
     noise, wanted = quantiles(pairs), right.hits(scenario)
     size, count = len(pairs), len(runs[0])
-    rounding = noise
-    if ROUNDING in right.scenarios():
-        known = quantiles(_noise(ROUNDING, right, again))
-        rounding = tuple(max(pair) for pair in zip(noise, known, strict=True))
 
     def line(compared: str, found: np.ndarray, hits: tuple[int, ...]) -> Line:
         place = right.setup, scenario
@@ -263,8 +264,9 @@ def _scenario(
             made = line(name, differences(arm.answers(scenario), runs), arm.hits(scenario))
             other_blocks = arms.OTHER_SPLIT if arm.record["like"] else 0.0
             unbroken = made.excess  # as a fault's: beside this scenario's own noise
-            if arms.ARMS[arm.arm].other_kernel:
-                made = dataclasses.replace(made, noise=rounding)
+            if arms.ARMS[arm.arm].other_kernel and ROUNDING in right.scenarios():
+                rounding = quantiles(_noise(ROUNDING, right, again))
+                made = dataclasses.replace(made, noise=at_least(noise, rounding))
             yield made.judged(max(arms.ARMS[arm.arm].same, other_blocks))
         for fault, place in arm.faults():
             if place == scenario:

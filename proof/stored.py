@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from . import model
-from .compare import ROUNDING, Line, Result, differences
+from .compare import ROUNDING, Line, Result, at_least, differences
 
 FOLDER = Path(__file__).with_name("expected")
 _DIGITS = 4
@@ -74,7 +74,7 @@ def against(results: list[Result], arm: str, digests: dict[str, str], most: floa
             wanted = np.asarray(right["logprobs"])
             noise = tuple(right["noise"])
             if rounding := kept["scenarios"].get(ROUNDING):
-                noise = tuple(max(pair) for pair in zip(noise, rounding["noise"], strict=True))
+                noise = at_least(noise, rounding["noise"])
             line = Line(
                 setup=result.setup,
                 scenario=scenario,

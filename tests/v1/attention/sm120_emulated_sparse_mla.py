@@ -63,11 +63,12 @@ class OnCpu:
         self.seed = seed
         self.library = library(text)
 
-    def launch(self, planned, call, tokens, heads):
+    def launch(self, planned, call):
         import sm120_fake_device as fake
 
         host = fake.load("ops.sm120_sparse_mla_cuda")
-        cut, packed = planned.config, host.CALL.pack(*call)
+        cut, packed = planned.config, host.pack(planned, call)
+        tokens, heads, _ = call.q.shape
         self._run(
             *(cut.function, planned.splits * planned.head_blocks, tokens),
             *(host.THREADS, cut.shared, packed),
@@ -146,6 +147,8 @@ def measure(
     sms=4,
     cuda=False,
     past=False,
+    order=None,
+    text=None,
 ):
     """One call against the float64 reference.
 
@@ -160,6 +163,7 @@ def measure(
         sms: of the GPU that the call is planned for.
         cuda: whether the CUDA kernel may serve.
         past: whether the call is given slots past the end of the cache for invalid ones.
+        order, text: of ``OnCpu``; the seed, and the source as it is, if not given.
 
     Returns:
         ``whole``: the relative norm of everything; ``worst``: of the worst row; ``lse``:
@@ -200,7 +204,9 @@ def measure(
     ops._gpus[q.device] = gpu = planning.Gpu(sms, 100 << 10)
     ops._workspaces.clear()
     cuda = cuda and (tile is None or tile.function is not None)
-    mine = functools.partial(OnCpu, seed) if cuda else lambda: None
+    mine = (
+        functools.partial(OnCpu, seed if order is None else order, text) if cuda else lambda: None
+    )
     width = window.indices.shape[1]
     splits = planning.plan(
         tokens, heads, width, extra.indices.shape[1] if extra else 0, gpu, tile, cuda

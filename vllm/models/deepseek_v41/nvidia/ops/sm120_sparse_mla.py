@@ -20,11 +20,14 @@ import logging
 
 import torch
 
-from .sm120_sparse_mla_cuda import Kernels, kernels, pack, takes
+from .sm120_sparse_mla_cuda import Kernels, kernels, takes
+from .sm120_sparse_mla_operands import (
+    Operands,
+    check_workspace,
+    checked_query,
+    checked_segment,
+)
 from .sm120_sparse_mla_plan import (
-    HEAD_DIM,
-    MAX_HEADS,
-    MAX_TOKENS,
     Config,
     Gpu,
     largest_workspace_floats,
@@ -35,8 +38,6 @@ from .sm120_sparse_mla_plan import (
 logger = logging.getLogger(__name__)
 
 LOG2_E = 1.4426950408889634
-
-_RECORD_BYTES = 584
 
 
 def sparse_mla(
@@ -84,11 +85,11 @@ def sparse_mla(
     Raises:
         ValueError: a shape, type or stride that does not fit.
     """
-    tokens, heads, _ = _checked_query(q, out, sinks, lse)
-    swa_indices = _checked_segment("swa", swa_cache, swa_indices, swa_lens, tokens)
+    tokens, heads, _ = checked_query(q, out, sinks, lse)
+    swa_indices = checked_segment("swa", swa_cache, swa_indices, swa_lens, tokens)
     touched, width = [q, out, swa_cache], 0
     if extra_cache is not None:
-        extra_indices = _checked_segment(
+        extra_indices = checked_segment(
             "extra", extra_cache, extra_indices, extra_lens, tokens
         )
         touched.append(extra_cache)
@@ -108,17 +109,19 @@ def sparse_mla(
     parts = None
     if planned.splits > 1:
         parts = default_workspace(device) if workspace is None else workspace
-        _check_workspace(parts, workspace_floats(tokens, heads, planned.splits), device)
-    args = (planned, q, swa_cache, swa_indices, swa_lens, sinks, scale * LOG2_E, out)
-    more = (extra_cache, extra_indices, extra_lens, lse, parts)
+        check_workspace(parts, workspace_floats(tokens, heads, planned.splits), device)
+    call = Operands(
+        *(q, swa_cache, swa_indices, swa_lens, sinks, scale * LOG2_E, out),
+        *(extra_cache, extra_indices, extra_lens, lse, parts),
+    )
     if planned.config.function is None:
         from .sm120_sparse_mla_triton import launch
 
-        launch(*args, *more)
+        launch(planned, call)
     elif cuda is None:
         raise ValueError(f"{planned.config.function} cannot serve this call here")
     else:
-        cuda.launch(planned, pack(*args, *more), tokens, heads)
+        cuda.launch(planned, call)
 
 
 def _cuda_kernels(device: torch.device, config: Config | None) -> Kernels | None:
@@ -136,21 +139,6 @@ def _say_unaligned() -> None:
         "Sparse MLA gets pages or rows at no multiple of 16 bytes: Triton's kernel "
         "serves them, which is slower"
     )
-
-
-def _check_workspace(parts: torch.Tensor, need: int, device: torch.device) -> None:
-    if parts.numel() < need:
-        raise ValueError(f"workspace of {parts.numel()} floats, need {need}")
-    if (
-        parts.dtype != torch.float32
-        or not parts.is_contiguous()
-        or parts.device != device
-        or parts.data_ptr() % 16
-    ):
-        raise ValueError(
-            f"workspace is {parts.dtype} on {parts.device}, need contiguous fp32 on "
-            f"{device} at a multiple of 16 B"
-        )
 
 
 _workspaces: dict[torch.device, torch.Tensor] = {}
@@ -177,83 +165,3 @@ def gpu_of(device: torch.device) -> Gpu:
             found = Gpu(had.multi_processor_count, shared)
         _gpus[device] = found
     return _gpus[device]
-
-
-def _checked_query(
-    q: torch.Tensor,
-    out: torch.Tensor,
-    sinks: torch.Tensor | None,
-    lse: torch.Tensor | None,
-) -> tuple[int, int, int]:
-    shape = tuple(q.shape)
-    if len(shape) != 3 or shape[2] != HEAD_DIM or shape[1] > MAX_HEADS:
-        raise ValueError(f"q is {shape}, need [T, H <= {MAX_HEADS}, {HEAD_DIM}]")
-    if shape[0] > MAX_TOKENS:
-        raise ValueError(f"q has {shape[0]} tokens, one call takes {MAX_TOKENS}")
-    if tuple(out.shape) != shape:
-        raise ValueError(f"out is {tuple(out.shape)}, need q's {shape}")
-    for name, tensor in (("q", q), ("out", out)):
-        if tensor.dtype != torch.bfloat16 or tensor.stride(2) != 1:
-            raise ValueError(
-                f"{name} is {tensor.dtype}, stride {tensor.stride()}; need bfloat16 "
-                "with a contiguous last dimension"
-            )
-    if sinks is not None and (
-        tuple(sinks.shape) != shape[1:2]
-        or sinks.dtype != torch.float32
-        or not sinks.is_contiguous()
-    ):
-        raise ValueError(f"sinks are {sinks.dtype} {tuple(sinks.shape)}, need fp32 [H]")
-    if lse is not None and (
-        tuple(lse.shape) != shape[:2]
-        or lse.dtype != torch.float32
-        or not lse.is_contiguous()
-    ):
-        raise ValueError(f"lse is {lse.dtype} {tuple(lse.shape)}, need fp32 [T, H]")
-    return shape
-
-
-def _checked_segment(
-    name: str,
-    cache: torch.Tensor,
-    indices: torch.Tensor | None,
-    lens: torch.Tensor | None,
-    tokens: int,
-) -> torch.Tensor:
-    """The index table as ``[T, W]``."""
-    if (
-        cache.dtype != torch.uint8
-        or cache.dim() not in (3, 4)
-        or cache.shape[-1] != _RECORD_BYTES
-        or (cache.dim() == 4 and cache.shape[2] != 1)
-        or cache.shape[1] < 1
-    ):
-        raise ValueError(
-            f"{name}_cache is {cache.dtype} {tuple(cache.shape)}, need uint8 "
-            f"[blocks, page, {_RECORD_BYTES}]"
-        )
-    if cache.stride(0) % 2 or cache.data_ptr() % 2:
-        raise ValueError(f"{name}_cache's pages start at odd addresses")
-    if indices is None:
-        raise ValueError(f"{name}_cache has no indices")
-    if indices.dim() == 3:
-        indices = indices.squeeze(1)
-    if (
-        indices.dim() != 2
-        or indices.shape[0] != tokens
-        or indices.dtype != torch.int32
-        or (indices.shape[1] > 1 and indices.stride(1) != 1)
-    ):
-        raise ValueError(
-            f"{name}_indices are {indices.dtype} {tuple(indices.shape)}, need int32 "
-            f"[{tokens}, W] with contiguous rows"
-        )
-    if lens is not None and (
-        tuple(lens.shape) != (tokens,)
-        or lens.dtype != torch.int32
-        or not lens.is_contiguous()
-    ):
-        raise ValueError(
-            f"{name}_lens are {lens.dtype} {tuple(lens.shape)}, need int32 [{tokens}]"
-        )
-    return indices

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from .sm120_sparse_mla_plan import CONFIGS, Plan
+from .sm120_sparse_mla_operands import Operands, slots_of
+from .sm120_sparse_mla_plan import CONFIGS, WARP, WARPS, Plan
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ CALL = struct.Struct("<" + "3Q2qi5I" * 2 + "5Q4qf3i")
 
 _NO_SEGMENT = (0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0)
 
-THREADS = 256
+THREADS = WARPS * WARP
 MERGE = "merge_splits"
 MERGE_THREADS = 512
 MERGE_SHARED = 3 * 128 * 16
@@ -128,26 +129,19 @@ class Kernels:
             context = _checked("cuDevicePrimaryCtxRetain", *made)
             _checked("cuCtxSetCurrent", *self._driver.cuCtxSetCurrent(context))
 
-    def launch(
-        self, planned: Plan, call: tuple[Any, ...], tokens: int, heads: int
-    ) -> None:
-        """Launches a call on the current stream.
-
-        Args:
-            planned: its plan.
-            call: as ``pack`` made it.
-            tokens, heads: of the call.
-        """
+    def launch(self, planned: Plan, call: Operands) -> None:
+        """Launches a call, with its plan, on the current stream."""
         if torch.cuda.current_device() != self._index:
             with torch.cuda.device(self._index):
-                return self.launch(planned, call, tokens, heads)
+                return self.launch(planned, call)
+        tokens, heads, _ = call.q.shape
         local = self._local
         if not hasattr(local, "bytes"):
             self._make_current()
             local.bytes = ctypes.create_string_buffer(CALL.size)
             local.params = (ctypes.c_void_p * 1)(ctypes.addressof(local.bytes))
             local.merge = self._merge_config()
-        CALL.pack_into(local.bytes, 0, *call)
+        local.bytes.raw = pack(planned, call)
         params = ctypes.addressof(local.params)
         stream = torch.cuda.current_stream().cuda_stream
         cut = planned.config
@@ -226,6 +220,10 @@ def division(page: int) -> tuple[int, int]:
     return -(-(1 << shift) // page), shift
 
 
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 def _segment(
     cache: torch.Tensor, indices: torch.Tensor, lens: torch.Tensor | None
 ) -> tuple[int, ...]:
@@ -233,51 +231,30 @@ def _segment(
     return (
         cache.data_ptr(),
         indices.data_ptr(),
-        0 if lens is None else lens.data_ptr(),
+        _address(lens),
         cache.stride(0),
         indices.stride(0),
         indices.shape[1],
         page,
         *division(page),
-        min(cache.shape[0] * page, (1 << 31) - 1),
+        slots_of(cache),
         0,
     )
 
 
-def pack(
-    planned: Plan,
-    q: torch.Tensor,
-    swa_cache: torch.Tensor,
-    swa_indices: torch.Tensor,
-    swa_lens: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    scale_log2: float,
-    out: torch.Tensor,
-    extra_cache: torch.Tensor | None,
-    extra_indices: torch.Tensor | None,
-    extra_lens: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    parts: torch.Tensor | None,
-) -> tuple[Any, ...]:
-    """The fields of ``CALL``."""
+def pack(planned: Plan, call: Operands) -> bytes:
+    """A call as the source's ``Call``."""
     extra = _NO_SEGMENT
-    if extra_cache is not None:
-        assert extra_indices is not None
-        extra = _segment(extra_cache, extra_indices, extra_lens)
-    return (
-        *_segment(swa_cache, swa_indices, swa_lens),
+    if call.extra_cache is not None:
+        assert call.extra_indices is not None
+        extra = _segment(call.extra_cache, call.extra_indices, call.extra_lens)
+    return CALL.pack(
+        *_segment(call.swa_cache, call.swa_indices, call.swa_lens),
         *extra,
-        q.data_ptr(),
-        out.data_ptr(),
-        0 if sinks is None else sinks.data_ptr(),
-        0 if lse is None else lse.data_ptr(),
-        0 if parts is None else parts.data_ptr(),
-        q.stride(0),
-        q.stride(1),
-        out.stride(0),
-        out.stride(1),
-        scale_log2,
-        q.shape[1],
-        planned.splits,
-        planned.head_blocks,
+        call.q.data_ptr(),
+        call.out.data_ptr(),
+        *(_address(x) for x in (call.sinks, call.lse, call.parts)),
+        *(call.q.stride(0), call.q.stride(1)),
+        *(call.out.stride(0), call.out.stride(1)),
+        *(call.scale_log2, call.q.shape[1], planned.splits, planned.head_blocks),
     )

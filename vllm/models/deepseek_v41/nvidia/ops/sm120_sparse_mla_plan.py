@@ -33,6 +33,9 @@ H200_SMS = 132
 REGISTERS = 65536
 WARP = 32
 
+# Warps of a program of either kernel: a record's eight slices are dealt to them.
+WARPS = 8
+
 # Shared memory that the driver keeps of each block (CUDA, since 8.0), in bytes.
 RESERVED_SHARED = 1024
 
@@ -58,28 +61,23 @@ class Config:
         heads: query heads of a program, which share each gathered record. 16 fill a
             tensor-core instruction.
         candidates: records of a step.
-        stages: steps under way at once, through shared memory; 1: none is.
         registers: a thread's, at most: the compiler is held to it.
         shared: bytes of shared memory.
         function: of sm120_sparse_mla.cu; None: Triton's kernel.
         ahead: of Triton's: whether a step's records are read, into registers, while the
             step before is computed.
-        warps: warps of a program. The eight slices of a record are dealt to them.
     """
 
     heads: int
     candidates: int
-    stages: int
     registers: int
     shared: int
     function: str | None = None
     ahead: bool = False
-    warps: int = 8
 
     def programs(self, gpu: Gpu) -> int:
         """Programs that one multiprocessor holds at once."""
-        threads = self.warps * WARP
-        by_registers = REGISTERS // (threads * self.registers)
+        by_registers = REGISTERS // (WARPS * WARP * self.registers)
         by_shared = gpu.shared // (self.shared + RESERVED_SHARED)
         return max(1, min(by_registers, by_shared))
 
@@ -87,10 +85,10 @@ class Config:
 def _cuda(function: str, heads: int, registers: int) -> Config:
     """A config of sm120_sparse_mla.cu, with the shared memory of its ``Layout``."""
     step, stages = 32, 2
-    copies = stages * step * (576 + 8 * 4)
-    logits = 8 * heads * step * 4 if heads > 16 else 0
+    copies = stages * step * (576 + WARPS * 4)
+    logits = WARPS * heads * step * 4 if heads > 16 else 0
     weights = heads * (step + 8) * 2 + 2 * heads * 4
-    return Config(heads, step, stages, registers, copies + logits + weights, function)
+    return Config(heads, step, registers, copies + logits + weights, function)
 
 
 _KIB = 1024
@@ -100,13 +98,9 @@ _KIB = 1024
 CONFIGS = {
     "CUDA, 16 heads": _cuda("candidates_16", 16, 128),
     "CUDA, 32 heads": _cuda("candidates_32", 32, 255),
-    "Triton, 16 heads, 16 records": Config(16, 16, 1, 128, 48 * _KIB),
-    "Triton, 16 heads, 16 records, ahead": Config(
-        16, 16, 1, 128, 48 * _KIB, ahead=True
-    ),
-    "Triton, 32 heads, 32 records, ahead": Config(
-        32, 32, 1, 255, 96 * _KIB, ahead=True
-    ),
+    "Triton, 16 heads, 16 records": Config(16, 16, 128, 48 * _KIB),
+    "Triton, 16 heads, 16 records, ahead": Config(16, 16, 128, 48 * _KIB, ahead=True),
+    "Triton, 32 heads, 32 records, ahead": Config(32, 32, 255, 96 * _KIB, ahead=True),
 }
 
 

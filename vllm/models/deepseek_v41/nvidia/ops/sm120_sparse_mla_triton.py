@@ -15,13 +15,11 @@ import torch
 import triton
 import triton.language as tl
 
-from .sm120_sparse_mla_plan import HEAD_DIM, Plan
+from .sm120_sparse_mla_operands import Operands, slots_of
+from .sm120_sparse_mla_plan import HEAD_DIM, WARPS, Plan
 
 # Columns of the output that one program of the merge adds up.
 _MERGE_COLUMNS = 128
-
-# Slots are int32.
-_MOST_SLOTS = (1 << 31) - 1
 
 
 @triton.jit
@@ -397,22 +395,10 @@ def _merge_kernel(
         tl.store(lse + token * heads + head, whole * 0.6931471805599453)
 
 
-def launch(
-    planned: Plan,
-    q: torch.Tensor,
-    swa_cache: torch.Tensor,
-    swa_indices: torch.Tensor,
-    swa_lens: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    scale_log2: float,
-    out: torch.Tensor,
-    extra_cache: torch.Tensor | None,
-    extra_indices: torch.Tensor | None,
-    extra_lens: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    parts: torch.Tensor | None,
-) -> None:
+def launch(planned: Plan, call: Operands) -> None:
     """One call, checked and planned by ``sparse_mla``."""
+    q, swa_cache, swa_indices, swa_lens, sinks, scale_log2, out, *more = call
+    extra_cache, extra_indices, extra_lens, lse, parts = more
     tokens, heads, _ = q.shape
     splits, cut = planned.splits, planned.config
     has_extra = extra_cache is not None
@@ -440,12 +426,12 @@ def launch(
         out.stride(1),
         swa_cache.shape[1],
         swa_cache.stride(0),
-        min(swa_cache.shape[0] * swa_cache.shape[1], _MOST_SLOTS),
+        slots_of(swa_cache),
         swa_indices.shape[1],
         swa_indices.stride(0),
         extra_cache.shape[1],
         extra_cache.stride(0),
-        min(extra_cache.shape[0] * extra_cache.shape[1], _MOST_SLOTS),
+        slots_of(extra_cache),
         extra_indices.shape[1] if has_extra else 0,
         extra_indices.stride(0),
         splits,
@@ -461,8 +447,8 @@ def launch(
         CANDIDATES=cut.candidates,
         WIDE_SCALES=_by_eights(swa_cache) and _by_eights(extra_cache),
         EMULATED=_EMULATED,
-        num_warps=cut.warps,
-        num_stages=cut.stages,
+        num_warps=WARPS,
+        num_stages=1,
         maxnreg=cut.registers,
     )
     if splits > 1:
